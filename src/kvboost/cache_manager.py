@@ -1,0 +1,580 @@
+"""What is stored, what is found, what is evicted, and why something was not a hit.
+
+The manager joins the prefix tree (which tokens are known) with the RAM tier's books (what fits)
+and holds the KV of each chunk. Exact matches follow the tree by whole chunks and then into the
+next one token by token: KV of a causal prefix stays exact when it is cut. Tokens are compared on
+the way, so no hash collision can serve a wrong tensor. All public methods are safe to call from
+several threads, and none of them waits for a forward of the model. Knows no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvboost import prefix_tree
+from kvboost.arena import KVLayout, Packed
+from kvboost.errors import InvalidRequestError
+from kvboost.memory_tier import MemoryTier
+from kvboost.models import (
+    CachedChunk,
+    TokenIds,
+    chained_hash_from_bytes,
+    content_hash_from_tokens,
+    token_bytes,
+)
+from kvboost.namespace import Namespace
+from kvboost.prefix_tree import TOKEN_BYTES, TreeNode
+
+ROOT = Namespace(key="", family="", salt="")  # chains without a model, as the public hashes make them
+_MAX_GHOSTS = 65_536
+_MAX_EMPTY_ROOTS = 1_024  # every salt has a root; those without chunks are dropped beyond this
+
+
+@dataclass(frozen=True)
+class ChunkMatch:
+    """Prompt tokens `[start, end)` found in `chunk` from its token number `offset` on."""
+
+    chunk: CachedChunk
+    start: int
+    end: int
+    offset: int = 0
+    approximate: bool = False
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The longest stored exact prefix of a prompt, and why it ends where it ends.
+
+    While `held`, its chunks are not evicted; `KVCacheManager.release` gives them back.
+    """
+
+    matches: tuple[ChunkMatch, ...]
+    length: int
+    miss_reason: str
+    held: tuple[str, ...] = ()
+
+
+@dataclass
+class StoreReport:
+    """What became of the chunks of one text."""
+
+    stored: int = 0
+    stored_bytes: int = 0
+    present: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Entry:
+    """A chunk with its node in the tree, its true size, and who needs it."""
+
+    chunk: CachedChunk
+    node: TreeNode
+    size_bytes: int
+    readers: int = 0
+    pins: int = 0
+
+    @property
+    def is_evictable(self) -> bool:
+        return not (self.node.children or self.readers or self.pins)
+
+
+class KVCacheManager:
+    """The chunk store. `max_chunks=None` and `max_cache_bytes=None` mean no limit."""
+
+    def __init__(
+        self,
+        max_chunks: int | None = 128,
+        max_cache_bytes: int | None = None,
+        *,
+        chunk_size: int = 128,
+    ) -> None:
+        for name, value in (("max_chunks", max_chunks), ("max_cache_bytes", max_cache_bytes)):
+            if value is not None and value < 0:
+                raise InvalidRequestError(f"{name} must be None or at least 0, got {value}")
+        self.chunk_size = chunk_size
+        self._tier = MemoryTier(max_chunks, max_cache_bytes)
+        self._roots: dict[str, TreeNode] = {}
+        self._namespaces: dict[str, Namespace] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._ghosts: OrderedDict[str, None] = OrderedDict()  # keys of evicted chunks
+        self._counts: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
+        self._num_storing = 0
+        self._lock = threading.RLock()
+
+    # --- finding -----------------------------------------------------------------------------
+
+    def match_prefix(
+        self, tokens: TokenIds | np.ndarray, namespace: Namespace = ROOT, *, hold: bool = False
+    ) -> PrefixMatch:
+        """The longest exact prefix of `tokens` that is stored. With `hold` it stays until released."""
+        raw = token_bytes(tokens)
+        with self._lock:
+            root = self._roots.get(namespace.key)
+            if root is None:
+                return PrefixMatch((), 0, self._why_missing(raw, namespace, None))
+            walk = prefix_tree.walk(root, raw)
+            matches = [self._match_of(node, node.end) for node in walk.path]
+            if walk.partial is not None:
+                matches.append(self._match_of(walk.partial, walk.length))
+            keys = tuple(match.chunk.chunk_id for match in matches)
+            if hold:
+                self._hold(keys)
+            reason = "" if walk.length * TOKEN_BYTES == len(raw) else self._why_missing(raw, namespace, walk)
+            return PrefixMatch(tuple(matches), walk.length, reason, keys if hold else ())
+
+    def release(self, match: PrefixMatch, *, used_tokens: int | None = None) -> None:
+        """End the hold of `match`, and count its chunks as used (those within `used_tokens`)."""
+        with self._lock:
+            for key in match.held:
+                self._entries[key].readers -= 1
+            for found in reversed(match.matches):
+                if used_tokens is None or found.start < used_tokens:
+                    self._touch(found.chunk.chunk_id)
+            for key in match.held:
+                self._update_evictable(key)
+
+    def find_matching_chunks(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> list[ChunkMatch]:
+        """Chunks that cover `token_ids` from the start; each match says whether it is approximate."""
+        match = self.match_prefix(token_ids, namespace, hold=True)
+        self.release(match)
+        return list(match.matches)
+
+    def get(self, key: str) -> CachedChunk | None:
+        """The chunk stored under a prefix hash, counted as used, or None."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._touch(key)
+            return entry.chunk
+
+    def count_request(self, *, reused: int, total: int, reason: str) -> None:
+        """Book one request's outcome: `reused` of `total` tokens; why the rest was not."""
+        with self._lock:
+            self._counts["requests"] += 1
+            self._counts["prompt_tokens"] += total
+            self._counts["exact_tokens"] += reused
+            self._counts["exact_hits"] += reused > 0
+            if reason and not reason.startswith("computed"):
+                self._misses[_reason_kind(reason)] += 1
+
+    # --- storing -----------------------------------------------------------------------------
+
+    def store_prefix(
+        self,
+        tokens: TokenIds | np.ndarray,
+        cuts: Sequence[int],
+        layout: KVLayout,
+        extract: Callable[[int, int], Packed],
+        namespace: Namespace = ROOT,
+        *,
+        text_of: Callable[[Sequence[int]], str] | None = None,
+        position_offset: int = 0,
+    ) -> StoreReport:
+        """Store the chunks of `tokens` that are not there yet, cut at `cuts`.
+
+        Their first token stands at position `position_offset`.
+
+        `extract(start, end)` makes buffers `[rows, tokens, head_dim]` of their own for a span. It is
+        called without the lock, after room was made, so a refused chunk costs nothing.
+        """
+        raw = token_bytes(tokens)
+        report = StoreReport()
+        with self._lock:
+            self._num_storing += 1
+            node = prefix_tree.walk(self._root(namespace), raw).node
+            held = self._hold_path(node)
+            report.present = len(held)
+        try:
+            for cut in cuts:
+                if cut <= node.end:
+                    continue
+                span = raw[node.end * TOKEN_BYTES : cut * TOKEN_BYTES]
+                child = self._store_span(node, span, layout, extract, report, text_of, position_offset)
+                if child is None:
+                    break
+                held.append(child.key)
+                node = child
+        finally:
+            self._end_storing(held)
+        return report
+
+    def store(self, chunk: CachedChunk) -> bool:
+        """Store a chunk made elsewhere, under its prefix hash. False, with a counted reason, if refused.
+
+        Its parent is `parent_hash`, or the stored chunk that its prefix hash was chained to. One
+        whose parent is not stored can only be found by `get`.
+        """
+        raw = token_bytes(chunk.token_ids)
+        if len(raw) == 0 or len(raw) // TOKEN_BYTES != chunk.length:
+            raise InvalidRequestError(
+                f"a chunk of positions {chunk.position_start}-{chunk.position_end} needs as many "
+                f"token ids, at least one; got {len(raw) // TOKEN_BYTES}"
+            )
+        layout = KVLayout.of(chunk.past_key_values)
+        report = StoreReport()
+        with self._lock:
+            parent = self._parent_of(chunk, raw)
+            key = chunk.prefix_hash or chunk.chunk_id
+            if key in self._entries:
+                known = self._entries[key].node
+                if known.tokens == raw:
+                    return True
+                return self._refuse(report, "hash collision")
+            self._num_storing += 1
+            held = self._hold_path(parent)
+        try:
+            stored = self._store_span(
+                parent,
+                raw,
+                layout,
+                lambda _start, _end: layout.pack(chunk.past_key_values),
+                report,
+                given=chunk,
+            )
+            if stored is not None:
+                held.append(stored.key)
+        finally:
+            self._end_storing(held)
+        return stored is not None or report.present > 0
+
+    def _store_span(
+        self,
+        parent: TreeNode,
+        span: bytes,
+        layout: KVLayout,
+        extract: Callable[[int, int], Packed],
+        report: StoreReport,
+        text_of: Callable[[Sequence[int]], str] | None = None,
+        position_offset: int = 0,
+        given: CachedChunk | None = None,
+    ) -> TreeNode | None:
+        """Store one chunk under `parent`; returns its node, held by one reader, or None."""
+        tokens = len(span) // TOKEN_BYTES
+        size = tokens * layout.bytes_per_token
+        with self._lock:
+            near, common = prefix_tree.best_child(parent, span)
+            if near is not None and common == tokens:
+                return self._already_there(near, span, report)
+            key = given.chunk_id if given is not None else chained_hash_from_bytes(span, parent.key)
+            if key in self._entries or key in self._reserved:
+                self._refuse(report, "hash collision" if key in self._entries else "being stored")
+                return None
+            tail = near if near is not None and common * TOKEN_BYTES == len(near.tokens) else None
+            if tail is not None and not self._can_replace(tail):
+                tail = None
+            if not self._make_room(size, replacing=tail):
+                self._refuse(
+                    report, "larger than the budget" if not self._tier.could_ever_fit(size) else "no room"
+                )
+                return None
+            pins = self._drop(tail).pins if tail is not None else 0
+            self._tier.charge(size)
+            self._reserved.add(key)
+        inserted = False
+        try:
+            packed = extract(parent.end, parent.end + tokens)
+            if given is None:
+                chunk = _new_chunk(key, span, parent, layout, packed, position_offset)
+                chunk.text = text_of(chunk.token_ids) if text_of else ""
+            else:
+                chunk = dataclasses.replace(
+                    given, parent_hash=parent.key, packed=packed, past_key_values=layout.unpack(packed)
+                )
+            with self._lock:
+                node = prefix_tree.insert(parent, span, key, None)
+                self._entries[key] = _Entry(chunk, node, size, readers=1, pins=pins)
+                self._tier.touch(key, chunk.access_count)
+                self._ghosts.pop(key, None)
+                self._counts["stored_chunks"] += 1
+                inserted = True
+        finally:
+            with self._lock:
+                self._reserved.discard(key)
+                if not inserted:
+                    self._tier.refund(size)
+        report.stored += 1
+        report.stored_bytes += size
+        return node
+
+    def _already_there(self, near: TreeNode, span: bytes, report: StoreReport) -> TreeNode | None:
+        """The span is stored, as a chunk or as the start of a longer one."""
+        report.present += 1
+        if near.tokens != span:
+            return None  # nothing can follow inside a longer chunk
+        self._entries[near.key].readers += 1
+        self._update_evictable(near.key)
+        return near
+
+    def _can_replace(self, tail: TreeNode) -> bool:
+        return not tail.children and self._entries[tail.key].readers == 0
+
+    def _parent_of(self, chunk: CachedChunk, raw: bytes) -> TreeNode:
+        key = chunk.prefix_hash or chunk.chunk_id
+        if chunk.parent_hash in self._entries:
+            return self._entries[chunk.parent_hash].node
+        if chunk.position_start == 0 and chained_hash_from_bytes(raw) == key:
+            return self._root(ROOT)
+        for entry in self._entries.values():
+            if entry.node.end == chunk.position_start and chained_hash_from_bytes(raw, entry.node.key) == key:
+                return entry.node
+        return self._root(Namespace(key=f"detached:{key}", family="detached", salt=""))
+
+    # --- room --------------------------------------------------------------------------------
+
+    def _make_room(self, size: int, replacing: TreeNode | None) -> bool:
+        """Evict until `size` bytes fit, counting `replacing` as gone; False if they cannot."""
+        credit = self._entries[replacing.key].size_bytes if replacing is not None else 0
+        slots = 0 if replacing is not None else 1
+        if not self._tier.could_ever_fit(size):
+            return False
+        if replacing is not None:
+            self._tier.set_evictable(replacing.key, False)
+        while not self._tier.fits(size - credit, slots):
+            victim = self._tier.next_victim()
+            if victim is None:
+                if replacing is not None:
+                    self._update_evictable(replacing.key)
+                return False
+            self._drop(self._entries[victim].node)
+            self._remember_evicted(victim)
+        return True
+
+    def _drop(self, node: TreeNode) -> _Entry:
+        """Take a chunk out of tree and books."""
+        entry = self._entries.pop(node.key)
+        parent = node.parent
+        prefix_tree.remove(node)
+        self._tier.forget(node.key)
+        self._tier.refund(entry.size_bytes)
+        if parent is not None and not parent.is_root:
+            self._update_evictable(parent.key)
+        return entry
+
+    def _remember_evicted(self, key: str) -> None:
+        self._counts["evicted_chunks"] += 1
+        self._ghosts[key] = None
+        if len(self._ghosts) > _MAX_GHOSTS:
+            self._ghosts.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything that nobody holds or pinned; counters stay."""
+        with self._lock:
+            while (victim := self._tier.next_victim()) is not None:
+                self._drop(self._entries[victim].node)
+            self._ghosts.clear()
+            self._prune_roots()
+
+    def pin(self, tokens: TokenIds | np.ndarray, namespace: Namespace = ROOT) -> int:
+        """Keep the stored chunks of `tokens` from eviction; returns how many tokens they hold."""
+        return self._change_pins(tokens, namespace, 1)
+
+    def unpin(self, tokens: TokenIds | np.ndarray, namespace: Namespace = ROOT) -> int:
+        """Take one pin back from the stored chunks of `tokens`."""
+        return self._change_pins(tokens, namespace, -1)
+
+    def _change_pins(self, tokens: TokenIds | np.ndarray, namespace: Namespace, change: int) -> int:
+        with self._lock:
+            match = self.match_prefix(tokens, namespace)
+            for found in match.matches:
+                entry = self._entries[found.chunk.chunk_id]
+                entry.pins = max(0, entry.pins + change)
+                self._update_evictable(found.chunk.chunk_id)
+            return match.length
+
+    # --- small helpers, all under the lock ---------------------------------------------------
+
+    def _root(self, namespace: Namespace) -> TreeNode:
+        if namespace.key not in self._roots:
+            self._roots[namespace.key] = TreeNode(namespace.key, b"", None)
+            self._namespaces[namespace.key] = namespace
+        return self._roots[namespace.key]
+
+    def _prune_roots(self) -> None:
+        if self._num_storing == 0:  # otherwise an empty root may be about to get a child
+            for key in [key for key, root in self._roots.items() if not root.children]:
+                del self._roots[key], self._namespaces[key]
+
+    def _end_storing(self, held: Sequence[str]) -> None:
+        with self._lock:
+            self._num_storing -= 1
+            for key in held:
+                self._entries[key].readers -= 1
+                self._update_evictable(key)
+            if len(self._roots) > _MAX_EMPTY_ROOTS:
+                self._prune_roots()
+
+    def _match_of(self, node: TreeNode, end: int) -> ChunkMatch:
+        return ChunkMatch(self._entries[node.key].chunk, node.start, end)
+
+    def _hold(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._entries[key].readers += 1
+            self._update_evictable(key)
+
+    def _hold_path(self, node: TreeNode) -> list[str]:
+        keys: list[str] = []
+        current: TreeNode | None = node
+        while current is not None and not current.is_root:
+            keys.append(current.key)
+            current = current.parent
+        self._hold(keys)
+        return keys
+
+    def _touch(self, key: str) -> None:
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.chunk.touch()
+            self._tier.touch(key, entry.chunk.access_count)
+
+    def _update_evictable(self, key: str) -> None:
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._tier.set_evictable(key, entry.is_evictable)
+
+    def _refuse(self, report: StoreReport, reason: str) -> bool:
+        report.refused[reason] += 1
+        self._counts[f"refused: {reason}"] += 1
+        return False
+
+    def _why_missing(self, raw: bytes, namespace: Namespace, walk: prefix_tree.Walk | None) -> str:
+        """Why the tokens after the match were not found."""
+        at = walk.length if walk is not None else 0
+        if walk is not None and walk.nearest is not None and walk.length * TOKEN_BYTES < len(raw):
+            known, common = walk.nearest, walk.partial_tokens
+            if common * TOKEN_BYTES < len(known.tokens) and (common or walk.path):
+                expected = int.from_bytes(known.tokens[common * TOKEN_BYTES :][:TOKEN_BYTES], "little")
+                got = int.from_bytes(raw[at * TOKEN_BYTES :][:TOKEN_BYTES], "little")
+                if not self._is_ghost(raw, walk):
+                    return f"diverged at token {at}: expected {expected}, got {got}"
+        if walk is not None and self._is_ghost(raw, walk):
+            return "evicted"
+        if walk is None and self._is_ghost_at_root(raw, namespace):
+            return "evicted"
+        if at == 0 and self._known_elsewhere(raw, namespace):
+            return "other namespace"
+        return "never stored"
+
+    def _is_ghost(self, raw: bytes, walk: prefix_tree.Walk) -> bool:
+        """Whether the chunk that would follow the whole nodes of `walk` was evicted."""
+        start = walk.node.end * TOKEN_BYTES
+        span = raw[start : start + self.chunk_size * TOKEN_BYTES]
+        return chained_hash_from_bytes(span, walk.node.key) in self._ghosts
+
+    def _is_ghost_at_root(self, raw: bytes, namespace: Namespace) -> bool:
+        span = raw[: self.chunk_size * TOKEN_BYTES]
+        return chained_hash_from_bytes(span, namespace.key) in self._ghosts
+
+    def _known_elsewhere(self, raw: bytes, namespace: Namespace) -> bool:
+        """Whether another model or encoding of the same salt holds the start of this text."""
+        for key, root in self._roots.items():
+            other = self._namespaces[key]
+            if other.family == namespace.family or other.salt != namespace.salt:
+                continue  # the same text under another salt is nobody's business
+            if prefix_tree.walk(root, raw).length > 0:
+                return True
+        return False
+
+    # --- accounts ----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes at this moment."""
+        with self._lock:
+            return {
+                "chunks": len(self._entries),
+                "bytes": self._tier.used_bytes,
+                "max_chunks": self._tier.max_entries,
+                "max_bytes": self._tier.max_bytes,
+                "pinned_chunks": sum(entry.pins > 0 for entry in self._entries.values()),
+                "requests": self._counts["requests"],
+                "hits": {"exact": self._counts["exact_hits"]},
+                "prompt_tokens": self._counts["prompt_tokens"],
+                "tokens_saved": self._counts["exact_tokens"],
+                "misses": dict(self._misses),
+                "stored_chunks": self._counts["stored_chunks"],
+                "evicted_chunks": self._counts["evicted_chunks"],
+                "refused": {
+                    name.removeprefix("refused: "): count
+                    for name, count in self._counts.items()
+                    if name.startswith("refused: ")
+                },
+            }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where tree, entries and books disagree. For tests."""
+        with self._lock:
+            seen: set[str] = set()
+            storages: dict[int, int] = {}
+            stack = list(self._roots.values())
+            while stack:
+                node = stack.pop()
+                if [child.tokens for child in node.children] != node.child_tokens:
+                    raise AssertionError("children and their token bytes differ")
+                if node.child_tokens != sorted(node.child_tokens):
+                    raise AssertionError("children are not sorted")
+                stack.extend(node.children)
+                if node.is_root:
+                    continue
+                seen.add(node.key)
+                entry = self._entries[node.key]
+                self._check_entry(entry, node)
+                for part in entry.chunk.packed or ():
+                    storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+            if seen != set(self._entries):
+                raise AssertionError("entries and tree nodes differ")
+            held = sum(entry.size_bytes for entry in self._entries.values())
+            if not self._reserved and (held, len(seen)) != (self._tier.used_bytes, self._tier.used_entries):
+                raise AssertionError(f"books say {self._tier.used_bytes} bytes, entries hold {held}")
+            if sum(storages.values()) != held:
+                raise AssertionError(f"tensors keep {sum(storages.values())} bytes alive, entries say {held}")
+            if not self._tier.fits(0, 0):
+                raise AssertionError("the budget is exceeded")
+
+    def _check_entry(self, entry: _Entry, node: TreeNode) -> None:
+        if entry.node is not node or token_bytes(entry.chunk.token_ids) != node.tokens:
+            raise AssertionError(f"chunk {node.key[:8]} has other tokens than its node")
+        if entry.readers < 0 or entry.pins < 0:
+            raise AssertionError(f"chunk {node.key[:8]} has a negative count")
+        if entry.is_evictable != (node.key in self._tier.evictable()):
+            raise AssertionError(f"chunk {node.key[:8]} is wrongly evictable or not")
+        if any(not isinstance(part, torch.Tensor) for part in entry.chunk.packed or ()):
+            raise AssertionError(f"chunk {node.key[:8]} holds no tensors")
+
+
+def _reason_kind(reason: str) -> str:
+    """The reason without its particulars: `diverged at token 7: ...` is `diverged`."""
+    return reason.split(":")[0].split(" at token ")[0]
+
+
+def _new_chunk(
+    key: str, span: bytes, parent: TreeNode, layout: KVLayout, packed: Packed, position_offset: int
+) -> CachedChunk:
+    ids: list[int] = np.frombuffer(span, dtype="<u4").tolist()
+    start = parent.end + position_offset
+    return CachedChunk(
+        chunk_id=key,
+        text="",
+        token_ids=ids,
+        past_key_values=layout.unpack(packed),
+        position_start=start,
+        position_end=start + len(ids),
+        prefix_hash=key,
+        content_hash=content_hash_from_tokens(ids),
+        parent_hash=parent.key,
+        packed=packed,
+    )

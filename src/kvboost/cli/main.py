@@ -1,0 +1,5 @@
+"""Entry point of the `kvboost` command."""
+
+
+def main() -> None:
+    """To come."""

@@ -1,0 +1,522 @@
+"""The engine: one model, its tokenizer and its cache; the path of every request.
+
+    read -> match -> place -> prefill -> decode -> store
+
+`generate` shows these steps in order. What is found and kept is the cache manager's business,
+placing the assembler's, running the model decode's; this module only joins them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from kvboost import decode, loading, rope
+from kvboost.arena import Arena, probe_layout
+from kvboost.cache_manager import KVCacheManager, StoreReport
+from kvboost.chunk_registry import ChunkRegistry, boundary_token_ids
+from kvboost.compat import check_model_compatibility, choose_device, structural_refusal, text_config
+from kvboost.decode import Decoded, GenerationOptions, Watch
+from kvboost.errors import InvalidRequestError, UnsupportedModelError
+from kvboost.models import (
+    AssemblyMode,
+    GenerationMode,
+    GenerationResult,
+    Origin,
+    RecomputeStrategy,
+    Span,
+    WarmResult,
+)
+from kvboost.namespace import Namespace, NamespaceTracker
+from kvboost.prepared import PreparedPrompt
+from kvboost.prompt_assembler import PromptAssembler, ReusePlan
+from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
+from kvboost.selftest import check_exactness
+from kvboost.stream import TextStream
+from kvboost.workspace import Workspace
+
+DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+_Choice = TypeVar("_Choice", GenerationMode, RecomputeStrategy)
+
+
+class Request:
+    """A checked request: its tokens, its options, and the namespace its KV belongs to."""
+
+    def __init__(
+        self,
+        prompt: TokenizedPrompt,
+        mode: GenerationMode,
+        options: GenerationOptions,
+        namespace: Namespace,
+        started: float,
+    ) -> None:
+        self.prompt = prompt
+        self.mode = mode
+        self.options = options
+        self.namespace = namespace
+        self.started = started
+        self.watch = Watch()
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.prompt.token_ids
+
+
+class InferenceEngine:
+    """Reuses the KV of text that a Hugging Face causal LM has read before.
+
+    The model is used as it is: what is switched on it during a request is restored afterwards.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        chunk_size: int = 128,
+        max_chunks: int | None = 128,
+        recompute_overlap: int = 16,
+        recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.SELECTIVE,
+        recompute_ratio: float | Literal["auto"] = 0.15,
+        kv_cache_bits: int | str | None = 16,
+        disk_cache_dir: str | None = None,
+        device: str | torch.device | None = None,
+        *,
+        chunk_boundary_window: int = 0,
+        max_cache_bytes: int | None = None,
+        cache_device: str = "cpu",
+        bit_exact: bool = False,
+        cache_salt: str = "",
+        prefill_block: int | None = None,
+        strict: bool = True,
+    ) -> None:
+        self._check_settings(recompute_overlap, recompute_ratio, kv_cache_bits, disk_cache_dir, cache_device)
+        if prefill_block is not None and prefill_block < 1:
+            raise InvalidRequestError(f"prefill_block must be None or at least 1, got {prefill_block}")
+        if bit_exact and chunk_boundary_window:
+            raise InvalidRequestError("bit_exact needs blocks of equal size: set chunk_boundary_window to 0")
+        self.chunk_registry = ChunkRegistry(chunk_size, boundary_window=chunk_boundary_window)
+        self.recompute_strategy = _choice(RecomputeStrategy, "recompute_strategy", recompute_strategy)
+        check_model_compatibility(model, strict=strict)
+        if (reason := structural_refusal(model)) is not None:
+            raise UnsupportedModelError(f"{type(model).__name__} {reason}")
+        if device is not None:
+            model.to(device)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.chunk_size = chunk_size
+        self.bit_exact = bit_exact
+        self.cache_salt = cache_salt
+        self.cache_device = cache_device
+        self._block = chunk_size if bit_exact else prefill_block
+        with decode.model_lock(model):
+            self.layout = probe_layout(model)
+            check_exactness(model, self.layout)
+        self.cache_manager = KVCacheManager(max_chunks, max_cache_bytes, chunk_size=chunk_size)
+        self._assembler = PromptAssembler(
+            self.cache_manager,
+            AssemblyMode.PREFIX_ONLY,
+            whole_chunks_of=chunk_size if bit_exact else None,
+        )
+        self._workspace = Workspace(self.layout)
+        self._reader = PromptReader(tokenizer, text_config(model).vocab_size)
+        self._exact_range = rope.exact_range_tokens(model)
+        self._max_positions = rope.max_positions(model)
+        self._boundary_tokens = (
+            boundary_token_ids(text_config(model).vocab_size, tokenizer.decode)
+            if self.chunk_registry.needs_boundaries
+            else None
+        )
+        self._namespaces = NamespaceTracker(model, self._encoding(kv_cache_bits))
+        self._namespaces.current(cache_salt)  # check the weights over now, not in the first request
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name: str = DEFAULT_MODEL, strict: bool = True, **kwargs: Any
+    ) -> InferenceEngine:
+        """Load any Hugging Face decoder-only causal LM that uses RoPE.
+
+        `model_name` is a hub name, a folder, or "builtin". Loading options (`dtype`, `gguf_file`,
+        `revision`, `trust_remote_code`, `attn_implementation`, ...) go to transformers, the rest to
+        the constructor.
+        """
+        known = set(inspect.signature(cls.__init__).parameters) - {"self", "model", "tokenizer", "strict"}
+        load_options, engine_options = loading.split_options(kwargs, known)
+        device = engine_options.pop("device", None)
+        model, tokenizer = loading.load(model_name, load_options)
+        if "device_map" not in load_options:
+            engine_options["device"] = device if device is not None else choose_device()
+        return cls(model, tokenizer, strict=strict, **engine_options)
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        *,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> GenerationResult:
+        """Answer `prompt` (text, token ids or messages), reusing what the cache holds of it.
+
+        `options` are transformers' generation options. Afterwards the prompt's and the answer's
+        chunks are in the cache.
+        """
+        request = self._read(prompt, max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
+        return self._serve(request)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        *,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> TextStream:
+        """Like `generate`, but an iterable of text pieces, with `.result` when it is through."""
+        if "streamer" in options:
+            raise InvalidRequestError(
+                "stream brings its own streamer; use generate(..., streamer=...) for yours"
+            )
+        stream = TextStream(self.tokenizer)
+        request = self._read(
+            prompt,
+            max_new_tokens,
+            mode,
+            temperature,
+            do_sample,
+            cache_salt,
+            seed,
+            {**options, "streamer": stream.streamer},
+        )
+        if request.options.num_rows > 1:
+            raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_rows}")
+        stream.start(lambda: self._serve(request), request.watch.cancelled)
+        return stream
+
+    def _serve(self, request: Request) -> GenerationResult:
+        """The path of a request whose input was checked."""
+        if request.mode is GenerationMode.BASELINE:
+            return self._serve_baseline(request)
+        if self._is_gated(request):
+            self.cache_manager.count_request(reused=0, total=len(request.prompt), reason=rope.GATED_REASON)
+            return self._serve_plain(request, rope.GATED_REASON)
+        ids = request.token_ids
+        with self._assembler.planned(ids, request.namespace, limit=len(ids) - 1) as plan:
+            arena = self._place(plan, request)
+        decoded = self._run(request, arena)
+        self._store_answer(request, decoded, arena)
+        self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
+        return self._result(request, decoded, plan.spans)
+
+    def _place(self, plan: ReusePlan, request: Request) -> Arena:
+        """An arena that holds the planned KV, with room for the rest and the answer."""
+        capacity = len(request.prompt) + request.options.max_new_tokens
+        arena, already = self._workspace.take(capacity, request.namespace.key, request.token_ids)
+        self._assembler.place(plan, arena, already)
+        return arena
+
+    def _run(self, request: Request, arena: Arena) -> Decoded:
+        """Prefill what is missing and decode."""
+        total = len(request.prompt)
+        with decode.running(self.model, fold=not self.bit_exact):
+            decode.prefill(
+                self.model, request.token_ids, arena, self._last_stop(arena.length, total), block=self._block
+            )
+            if request.options.num_rows > 1:
+                arena.batch_repeat_interleave(request.options.num_rows)
+            return decode.generate(
+                self.model, self.tokenizer, request.token_ids, arena, request.options, request.watch
+            )
+
+    def _last_stop(self, start: int, total: int) -> int:
+        """Where generate takes over: the last forward of the prompt is its own."""
+        stop = start
+        while (following := decode.next_stop(stop, total, self._block)) < total:
+            stop = following
+        return stop
+
+    def _serve_baseline(self, request: Request) -> GenerationResult:
+        """The model's own generate; in bit-exact mode in the same blocks as with reuse."""
+        if not self.bit_exact or self._is_gated(request):
+            return self._serve_plain(request, "baseline")
+        capacity = len(request.prompt) + request.options.max_new_tokens
+        arena, _ = Workspace(self.layout).take(capacity, "", request.token_ids)
+        decoded = self._run(request, arena)
+        return self._result(request, decoded, (self._live(request, "baseline"),))
+
+    def _serve_plain(self, request: Request, reason: str) -> GenerationResult:
+        """Stock attention and cache, nothing read and nothing stored."""
+        with decode.running(self.model, fold=False):
+            rope.reset_dynamic_frequencies(self.model)
+            decoded = decode.generate(
+                self.model, self.tokenizer, request.token_ids, None, request.options, request.watch
+            )
+        self._reader.remember_answer(
+            self._reader.decode(decoded.token_ids), decoded.token_ids, request.namespace.salt
+        )
+        return self._result(request, decoded, (self._live(request, reason),))
+
+    # --- filling the cache -------------------------------------------------------------------
+
+    def warm(self, text: Prompt, position_offset: int = 0, *, cache_salt: str | None = None) -> WarmResult:
+        """Read `text` once, in one contiguous prefill, and keep its KV.
+
+        Text warmed at a `position_offset` other than 0 is found by content only.
+        """
+        prompt = self._reader.read(text, self._salt(cache_salt), warming=True)
+        total = len(prompt)
+        self._check_positions(position_offset + total, "position_offset and text", position_offset)
+        namespace = self._namespaces.current(self._salt(cache_salt))
+        end = total - total % self.chunk_size if self.bit_exact else total
+        report = StoreReport()
+        if self._exact_range is None or position_offset + total <= self._exact_range:
+            report = self._warm_exact(prompt.token_ids, end, namespace, position_offset)
+        tail = total % self.chunk_size
+        return WarmResult(
+            chunks_stored=report.present + report.stored,
+            token_count=total,
+            chunk_size=self.chunk_size,
+            chunk_boundary_aligned=tail == 0,
+            partial_tail_tokens=tail,
+            alignment_warning=self._alignment_warning(tail),
+        )
+
+    def _warm_exact(
+        self, ids: np.ndarray, end: int, namespace: Namespace, position_offset: int
+    ) -> StoreReport:
+        if position_offset:
+            namespace = namespace.at_offset(position_offset)
+        with self._assembler.planned(ids, namespace, limit=end) as plan:
+            arena, already = self._workspace.take(max(end, 1), namespace.key, ids)
+            self._assembler.place(plan, arena, already)
+        with decode.running(self.model, fold=not self.bit_exact):
+            decode.prefill(self.model, ids, arena, end, block=self._block, position_offset=position_offset)
+        report = self._store(ids[:end], arena, namespace, position_offset)
+        self._workspace.give_back(arena, namespace.key, ids[:end])
+        return report
+
+    def _store_answer(self, request: Request, decoded: Decoded, arena: Arena) -> None:
+        """Keep the KV of prompt and answer, as far as it was computed."""
+        salt = request.namespace.salt
+        self._reader.remember_answer(self._reader.decode(decoded.token_ids), decoded.token_ids, salt)
+        total = len(request.prompt)
+        ids = request.token_ids
+        if self.bit_exact:
+            ids = ids[: total - total % self.chunk_size]
+        elif arena.batch == 1:
+            ids = np.concatenate([ids, np.asarray(decoded.token_ids, dtype=np.int64)])[: arena.length]
+        self._store(ids, arena, request.namespace)
+        self._workspace.give_back(arena, request.namespace.key, ids)
+
+    def _store(
+        self, ids: np.ndarray, arena: Arena, namespace: Namespace, position_offset: int = 0
+    ) -> StoreReport:
+        device = torch.device("cpu") if self.cache_device == "cpu" else None
+        cuts = self.chunk_registry.cuts(ids.tolist(), boundary_tokens=self._boundary_tokens)
+        return self.cache_manager.store_prefix(
+            ids,
+            cuts,
+            self.layout,
+            lambda start, end: arena.extract(start, end, device),
+            namespace,
+            text_of=self.tokenizer.decode,
+            position_offset=position_offset,
+        )
+
+    # --- one's own generate loop -------------------------------------------------------------
+
+    def prepare(
+        self, prompt: Prompt, max_new_tokens: int = 64, *, cache_salt: str | None = None
+    ) -> PreparedPrompt:
+        """Inputs for one's own `model.generate(**prepared)`: ids, mask and a cache with what is known.
+
+        `max_new_tokens` only sizes the cache, which grows where it must.
+        """
+        options = decode.read_options(self.model, max_new_tokens, 1.0, False, None, {})
+        salt = self._salt(cache_salt)
+        request = Request(
+            self._reader.read(prompt, salt),
+            GenerationMode.PREFIX_CACHE,
+            options,
+            self._namespaces.current(salt),
+            time.perf_counter(),
+        )
+        ids = request.token_ids
+        self._check_positions(len(ids), "the prompt", len(ids))
+        if self._is_gated(request):
+            return PreparedPrompt.gated(self.model, ids, rope.GATED_REASON)
+        arena = Arena(self.layout, len(ids) + max_new_tokens)
+        with self._assembler.planned(ids, request.namespace, limit=len(ids) - 1) as plan:
+            self._assembler.place(plan, arena)
+        self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
+        if self.bit_exact:
+            with decode.running(self.model, fold=False):
+                decode.prefill(
+                    self.model, ids, arena, self._last_stop(arena.length, len(ids)), block=self._block
+                )
+        return PreparedPrompt.ready(self.model, ids, arena, plan.spans, request.namespace)
+
+    def commit(self, prepared: PreparedPrompt, output_ids: torch.Tensor | Sequence[int]) -> StoreReport:
+        """Store what `model.generate(**prepared)` computed; `output_ids` is what it returned."""
+        ids = prepared.computed_ids(output_ids)
+        if ids is None or prepared.arena is None or prepared.namespace is None:
+            return StoreReport()
+        prompt_tokens = len(prepared.token_ids)
+        if self.bit_exact:
+            ids = ids[: prompt_tokens - prompt_tokens % self.chunk_size]
+        else:
+            answer = ids[prompt_tokens:].tolist()
+            self._reader.remember_answer(self._reader.decode(answer), answer, prepared.namespace.salt)
+        return self._store(ids, prepared.arena, prepared.namespace)
+
+    # --- the cache ---------------------------------------------------------------------------
+
+    def cache_stats(self) -> dict[str, Any]:
+        """Sizes and counters of the cache at this moment."""
+        return {**self.cache_manager.stats(), "workspace_bytes": self._workspace.nbytes}
+
+    def clear(self) -> None:
+        """Forget all cached text that is not pinned, and remembered answers."""
+        self.cache_manager.clear()
+        self._workspace.drop()
+        self._reader.forget_answers()
+
+    def close(self) -> None:
+        """Free what the engine holds beside the model. It can be called twice."""
+        self._workspace.drop()
+
+    def __enter__(self) -> InferenceEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- checks and small parts --------------------------------------------------------------
+
+    def _read(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        mode: GenerationMode | str,
+        temperature: float,
+        do_sample: bool,
+        cache_salt: str | None,
+        seed: int | None,
+        options: dict[str, Any],
+    ) -> Request:
+        started = time.perf_counter()
+        checked_mode = _choice(GenerationMode, "mode", mode)
+        checked = decode.read_options(self.model, max_new_tokens, temperature, do_sample, seed, options)
+        tokens = self._reader.read(prompt, self._salt(cache_salt))
+        needed = len(tokens) + max_new_tokens
+        self._check_positions(needed, "prompt and max_new_tokens", len(tokens))
+        namespace = self._namespaces.current(self._salt(cache_salt))
+        return Request(tokens, checked_mode, checked, namespace, started)
+
+    def _check_positions(self, needed: int, what: str, given: int) -> None:
+        if given < 0:
+            raise InvalidRequestError(f"position_offset must be at least 0, got {given}")
+        if self._max_positions is not None and needed > self._max_positions:
+            raise InvalidRequestError(
+                f"{what} need {needed} positions ({given} + {needed - given}), "
+                f"the model has {self._max_positions}"
+            )
+
+    def _check_settings(
+        self,
+        recompute_overlap: int,
+        recompute_ratio: float | str,
+        kv_cache_bits: int | str | None,
+        disk_cache_dir: str | None,
+        cache_device: str,
+    ) -> None:
+        if recompute_overlap < 0:
+            raise InvalidRequestError(f"recompute_overlap must be at least 0, got {recompute_overlap}")
+        if not isinstance(recompute_ratio, (int, float)) or not 0 <= recompute_ratio <= 1:
+            raise InvalidRequestError(f"recompute_ratio must be from 0 to 1, got {recompute_ratio!r}")
+        if kv_cache_bits not in (16, None):
+            raise InvalidRequestError(
+                f"kv_cache_bits must be 16 or None in this version, got {kv_cache_bits!r}"
+            )
+        if disk_cache_dir is not None:
+            raise InvalidRequestError("disk_cache_dir is not available in this version; leave it out")
+        if cache_device not in ("cpu", "model"):
+            raise InvalidRequestError(f'cache_device must be "cpu" or "model", got {cache_device!r}')
+
+    def _encoding(self, kv_cache_bits: int | str | None) -> dict[str, Any]:
+        """The settings that change stored KV."""
+        settings: dict[str, Any] = {"kv_cache_bits": kv_cache_bits or 16, "bit_exact": self.bit_exact}
+        if self.bit_exact:
+            settings |= {
+                "block": self.chunk_size,
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+            }
+        return settings
+
+    def _salt(self, cache_salt: str | None) -> str:
+        return self.cache_salt if cache_salt is None else cache_salt
+
+    def _is_gated(self, request: Request) -> bool:
+        needed = len(request.prompt) + request.options.max_new_tokens
+        return self._exact_range is not None and needed > self._exact_range
+
+    def _live(self, request: Request, reason: str) -> Span:
+        return Span(0, len(request.prompt), Origin.LIVE, reason)
+
+    def _alignment_warning(self, tail: int) -> str | None:
+        if tail == 0:
+            return None
+        if self.bit_exact:
+            return f"the last {tail} tokens do not fill a block and are not kept in bit-exact mode"
+        return f"the last {tail} tokens do not fill a chunk; they are kept as a short one and reused exactly"
+
+    def _result(self, request: Request, decoded: Decoded, spans: tuple[Span, ...]) -> GenerationResult:
+        ended = time.perf_counter()
+        cached = sum(span.length for span in spans if span.origin is not Origin.LIVE)
+        tokens = len(decoded.token_ids)
+        total_s = ended - request.started
+        return GenerationResult(
+            mode=request.mode.value,
+            prompt=request.prompt.text,
+            output_text=self._reader.decode(decoded.token_ids),
+            generated_tokens=tokens,
+            ttft_ms=(decoded.first_token_at - request.started) * 1e3,
+            total_ms=total_s * 1e3,
+            tokens_per_sec=tokens / total_s if total_s else 0.0,
+            kv_reuse_ratio=cached / len(request.prompt),
+            prompt_tokens=len(request.prompt),
+            cached_tokens=cached,
+            token_ids=decoded.token_ids,
+            spans=spans,
+            finish_reason=decoded.finish_reason,
+        )
+
+
+def _choice(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
+    """The member of an enum that `value` names."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise InvalidRequestError(f"{name} must be one of {choices}; got {value!r}") from error
+
+
+KVBoost = InferenceEngine

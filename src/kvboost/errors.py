@@ -1,0 +1,30 @@
+"""Exceptions of kvboost. Every message says what was expected, what came, and what to change.
+
+KVBoostError
+├── InvalidRequestError (ValueError)       a prompt or option that cannot be served
+├── UnsupportedModelError (ValueError)     a model whose KV cannot be reused safely
+├── BuiltinModelMissingError               the built-in model is not installed
+└── CacheFileError                         a saved cache that cannot be used
+"""
+
+from __future__ import annotations
+
+
+class KVBoostError(Exception):
+    """Base of all errors that kvboost raises on purpose."""
+
+
+class InvalidRequestError(KVBoostError, ValueError):
+    """A prompt or an option that cannot be served; nothing was computed or stored."""
+
+
+class UnsupportedModelError(KVBoostError, ValueError):
+    """The model keeps its KV in a way that kvboost cannot reuse safely."""
+
+
+class BuiltinModelMissingError(KVBoostError):
+    """The package that carries the built-in model, or a package that reads it, is not installed."""
+
+
+class CacheFileError(KVBoostError):
+    """A saved cache file that is damaged or belongs to another model."""

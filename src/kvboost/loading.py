@@ -1,0 +1,68 @@
+"""Loading a model and its tokenizer by hub name, folder, GGUF file or the name `builtin`.
+
+Options that transformers understands go to transformers; the rest is for the engine, and a name
+that neither knows is an error. Knows no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvboost.embedded import BUILTIN_NAME, ensure_checkpoint
+from kvboost.errors import InvalidRequestError
+
+_TOKENIZER_OPTIONS = frozenset(
+    {"gguf_file", "revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder"}
+)
+_MODEL_OPTIONS = _TOKENIZER_OPTIONS | {
+    "dtype",
+    "torch_dtype",
+    "attn_implementation",
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "quantization_config",
+    "use_safetensors",
+    "variant",
+    "low_cpu_mem_usage",
+}
+
+
+def split_options(
+    options: Mapping[str, Any], engine_options: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split into (for transformers, for the engine); an unknown name is an error."""
+    loading: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _MODEL_OPTIONS:
+            loading[name] = value
+        elif name in engine_options:
+            engine[name] = value
+        else:
+            raise InvalidRequestError(
+                f"unknown option {name!r}; loading options are {', '.join(sorted(_MODEL_OPTIONS))}, "
+                f"engine options are {', '.join(sorted(engine_options))}"
+            )
+    return loading, engine
+
+
+def load(model_name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Load `(model, tokenizer)`. Remote code runs only if `trust_remote_code=True` is passed."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = str(ensure_checkpoint()) if model_name == BUILTIN_NAME else model_name
+    settings = {"trust_remote_code": False, **options}
+    if "torch_dtype" in settings:
+        settings["dtype"] = settings.pop("torch_dtype")
+    shared = {name: value for name, value in settings.items() if name in _TOKENIZER_OPTIONS}
+    config = AutoConfig.from_pretrained(source, **shared)
+    if getattr(config, "is_encoder_decoder", False):
+        names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+        raise InvalidRequestError(
+            f"{model_name} ({names}) is an encoder-decoder model; kvboost reuses the KV of decoder-only models"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+    model = AutoModelForCausalLM.from_pretrained(source, **settings)
+    return model.eval(), tokenizer

@@ -1,0 +1,220 @@
+"""Data that the other modules pass around: chunks, prompts, results, the two hashes, the enums.
+
+Nothing here touches a model, a store or a file. KV tensors have the Hugging Face layout: one
+`(key, value)` pair per layer, each `[batch=1, kv_heads, tokens, head_dim]` (`PastKVType`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+PastKVType: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+TokenIds: TypeAlias = Sequence[int]
+
+
+class GenerationMode(str, Enum):
+    """How much of the cache a request may use."""
+
+    BASELINE = "baseline"  # no cache read, no cache write
+    PREFIX_CACHE = "prefix_cache"  # exact prefix hits only
+    CHUNK_KV_REUSE = "chunk_kv_reuse"
+
+
+class RecomputeStrategy(str, Enum):
+    """How reused KV is repaired where its surroundings changed."""
+
+    SELECTIVE = "selective"
+    CACHEBLEND = "cacheblend"
+    NONE = "none"
+
+
+class ChunkStrategy(str, Enum):
+    """Where a text is cut into chunks."""
+
+    FIXED = "fixed"
+    SEMANTIC = "semantic"  # paragraph and sentence ends
+    DOCUMENT = "document"  # one chunk
+
+
+class AssemblyMode(str, Enum):
+    """What the prompt assembler may take from the cache."""
+
+    PREFIX_ONLY = "prefix_only"
+    CHUNK_REUSE = "chunk_reuse"
+
+
+class Origin(str, Enum):
+    """Where the KV of a prompt token came from."""
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+    RECOMPUTED = "recomputed"
+    LIVE = "live"
+
+
+def token_bytes(token_ids: TokenIds | np.ndarray) -> bytes:
+    """The ids as bytes, 4 per token, little-endian: what is hashed and compared."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def content_hash_from_tokens(token_ids: TokenIds | np.ndarray) -> str:
+    """SHA-256 hex digest of the token ids, wherever they stand."""
+    return hashlib.sha256(token_bytes(token_ids)).hexdigest()
+
+
+chunk_id_from_tokens = content_hash_from_tokens
+
+
+def chained_hash(token_ids: TokenIds | np.ndarray, parent_hash: str | None = None) -> str:
+    """SHA-256 hex digest of the parent's digest (or `root`) followed by the token ids."""
+    return chained_hash_from_bytes(token_bytes(token_ids), parent_hash)
+
+
+def chained_hash_from_bytes(tokens: bytes, parent_hash: str | None = None) -> str:
+    """`chained_hash` of ids that are bytes already."""
+    return hashlib.sha256((parent_hash or "root").encode() + tokens).hexdigest()
+
+
+def kv_bytes(past_key_values: PastKVType) -> int:
+    """Bytes of all tensors in `past_key_values`."""
+    return sum(k.nbytes + v.nbytes for k, v in past_key_values)
+
+
+@dataclass(eq=False)
+class CachedChunk:
+    """A slice of tokenized text with its KV, computed at positions `[position_start, position_end)`.
+
+    `past_key_values` holds `[1, kv_heads, length, head_dim]` pairs. `chunk_id` is the prefix hash.
+    `parent_hash` is the prefix hash of the chunk before it ("" = none known), and `packed` the
+    buffers `[rows, length, head_dim]` that `past_key_values` are views of, where there are such.
+    """
+
+    chunk_id: str
+    text: str
+    token_ids: TokenIds
+    past_key_values: PastKVType
+    position_start: int
+    position_end: int
+    prefix_hash: str = ""
+    content_hash: str = ""
+    created_at: float = field(default_factory=time.time)
+    access_count: int = 0
+    recomputed: bool = False
+    parent_hash: str = field(default="", kw_only=True)
+    packed: tuple[torch.Tensor, ...] | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def length(self) -> int:
+        return self.position_end - self.position_start
+
+    def touch(self) -> None:
+        """Count one use."""
+        self.access_count += 1
+
+    def memory_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return kv_bytes(self.past_key_values)
+
+    def __repr__(self) -> str:
+        return (
+            f"CachedChunk({self.chunk_id[:8]}, positions {self.position_start}-{self.position_end}, "
+            f"{self.length} tokens, {self.memory_bytes() / 1e6:.2f} MB, {self.access_count} hits)"
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """Prompt tokens `[start, end)` with one origin, and why they have it."""
+
+    start: int
+    end: int
+    origin: Origin
+    reason: str = ""
+    donor: str = ""  # chunk id that the KV came from
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass
+class AssembledPrompt:
+    """A prompt with the KV that was found for it.
+
+    `cached_past_kv` is the concatenation of the reused chunks, `[1, kv_heads, cached_length,
+    head_dim]` per layer, or None. `chunk_boundaries` are half-open prompt positions, one pair per
+    reused chunk. `runs` are (start, end, shift, exact): neighbours from one donor and one shift.
+    """
+
+    full_token_ids: list[int]
+    cached_past_kv: PastKVType | None
+    cached_length: int
+    live_token_ids: list[int]
+    live_position_ids: list[int]
+    chunk_boundaries: list[tuple[int, int]]
+    cache_hit_ratio: float
+    has_approximate: bool = False
+    runs: tuple[tuple[int, int, int, bool], ...] = ()
+
+    @property
+    def total_length(self) -> int:
+        return len(self.full_token_ids)
+
+
+@dataclass(frozen=True)
+class WarmResult:
+    """What `warm` left in the cache. Truthy, and an int, through `chunks_stored`.
+
+    `chunks_stored` counts the chunks of this text that the cache holds after the call.
+    """
+
+    chunks_stored: int
+    token_count: int
+    chunk_size: int
+    chunk_boundary_aligned: bool
+    partial_tail_tokens: int
+    alignment_warning: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.chunks_stored > 0
+
+    def __int__(self) -> int:
+        return self.chunks_stored
+
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        tail = "aligned" if self.chunk_boundary_aligned else f"tail of {self.partial_tail_tokens} tokens"
+        return f"WarmResult({self.chunks_stored} chunks, {self.token_count} tokens, {tail})"
+
+
+@dataclass
+class GenerationResult:
+    """An answer, its timing, and the origin of every prompt token.
+
+    `ttft_ms` is wall time from the call to the first token, with everything inside it.
+    `spans` cover the prompt without gaps; `cached_tokens` are those found in the cache.
+    """
+
+    mode: str
+    prompt: str
+    output_text: str
+    generated_tokens: int
+    ttft_ms: float
+    total_ms: float
+    tokens_per_sec: float
+    kv_reuse_ratio: float
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
+    recomputed_tokens: int = 0
+    finish_reason: str = "length"

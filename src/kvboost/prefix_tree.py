@@ -1,0 +1,136 @@
+"""The prefix tree: which token sequences are known, chunk by chunk.
+
+A node is a chunk of tokens under its parent; the root of each namespace is empty. Children are
+kept sorted by their token bytes, so the child that agrees longest with a text is a neighbour of
+the place where the text would be inserted: look-up costs the same with three or with a hundred
+thousand continuations. Knows tokens and keys only, no KV, no budget and no locks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TOKEN_BYTES = 4
+
+
+class TreeNode:
+    """Tokens `[start, end)` of a text under the tokens of all its ancestors."""
+
+    __slots__ = (
+        "child_tokens",
+        "children",
+        "end",
+        "key",
+        "longest_child",
+        "parent",
+        "start",
+        "tokens",
+        "value",
+    )
+
+    def __init__(self, key: str, tokens: bytes, parent: TreeNode | None, value: Any = None) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.parent = parent
+        self.start: int = parent.end if parent is not None else 0
+        self.end: int = self.start + len(tokens) // TOKEN_BYTES
+        self.children: list[TreeNode] = []
+        self.child_tokens: list[bytes] = []
+        self.longest_child = 0
+        self.value = value
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How far a text is known: whole nodes, then `partial_tokens` tokens into `partial`.
+
+    `nearest` is the child that agrees longest beyond the whole nodes, even by zero tokens.
+    """
+
+    root: TreeNode
+    path: tuple[TreeNode, ...]
+    partial: TreeNode | None
+    partial_tokens: int
+    nearest: TreeNode | None
+
+    @property
+    def node(self) -> TreeNode:
+        return self.path[-1] if self.path else self.root
+
+    @property
+    def length(self) -> int:
+        return self.node.end + self.partial_tokens
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Number of leading tokens that two token byte strings share."""
+    size = min(len(left), len(right))
+    if left[:size] == right[:size]:
+        return size // TOKEN_BYTES
+    a = np.frombuffer(left, dtype="<u4", count=size // TOKEN_BYTES)
+    b = np.frombuffer(right, dtype="<u4", count=size // TOKEN_BYTES)
+    return int(np.argmax(a != b))
+
+
+def walk(root: TreeNode, tokens: bytes) -> Walk:
+    """Follow `tokens` from `root` as far as they are known. Changes nothing."""
+    path: list[TreeNode] = []
+    node = root
+    position = 0
+    while True:
+        child, common = best_child(node, tokens[position : position + node.longest_child])
+        if child is None or common * TOKEN_BYTES < len(child.tokens):
+            partial = child if common else None
+            return Walk(root, tuple(path), partial, common, child)
+        path.append(child)
+        position += len(child.tokens)
+        node = child
+
+
+def best_child(node: TreeNode, tokens: bytes) -> tuple[TreeNode | None, int]:
+    """The child sharing most leading tokens with `tokens`, and how many it shares."""
+    if not node.children or not tokens:
+        return None, 0
+    place = bisect_left(node.child_tokens, tokens)
+    best: TreeNode | None = None
+    most = -1
+    for index in (place, place - 1):
+        if 0 <= index < len(node.children):
+            common = common_tokens(node.child_tokens[index], tokens)
+            if common > most:
+                best, most = node.children[index], common
+    return best, most
+
+
+def insert(parent: TreeNode, tokens: bytes, key: str, value: Any) -> TreeNode:
+    """Add a child with these tokens; there must be none with the same ones."""
+    place = bisect_left(parent.child_tokens, tokens)
+    if place < len(parent.children) and parent.child_tokens[place] == tokens:
+        raise ValueError("the tokens are in the tree already")
+    node = TreeNode(key, tokens, parent, value)
+    parent.child_tokens.insert(place, tokens)
+    parent.children.insert(place, node)
+    parent.longest_child = max(parent.longest_child, len(tokens))
+    return node
+
+
+def remove(node: TreeNode) -> None:
+    """Take a leaf out of the tree."""
+    if node.parent is None or node.children:
+        raise ValueError("only a leaf can be removed")
+    siblings = node.parent
+    place = bisect_left(siblings.child_tokens, node.tokens)
+    if place >= len(siblings.children) or siblings.children[place] is not node:
+        raise ValueError("the node is not in the tree")
+    del siblings.child_tokens[place]
+    del siblings.children[place]
+    if not siblings.children:
+        siblings.longest_child = 0
