@@ -144,11 +144,11 @@ class ArenaLayer(CacheLayerMixin):
         self._values = self._arena.slabs[value_rows.slab][:, value_rows.start : value_rows.end]
 
     @property
-    def keys(self) -> torch.Tensor:  # type: ignore[override]  # the base class has plain attributes
+    def keys(self) -> torch.Tensor:
         return self._keys[:, :, : self.length]
 
     @property
-    def values(self) -> torch.Tensor:  # type: ignore[override]  # the base class has plain attributes
+    def values(self) -> torch.Tensor:
         return self._values[:, :, : self.length]
 
     @property
@@ -233,7 +233,7 @@ class Arena(Cache):
     @property
     def length(self) -> int:
         """Tokens whose KV all layers hold."""
-        return min(layer.length for layer in self.layers)
+        return min(int(layer.length) for layer in self.layers)
 
     @property
     def nbytes(self) -> int:

@@ -169,6 +169,13 @@ class KVCacheManager:
             if reason and not reason.startswith("computed"):
                 self._misses[_reason_kind(reason)] += 1
 
+    def count_failure(self, reason: str) -> StoreReport:
+        """Book a text that could not be stored."""
+        report = StoreReport()
+        with self._lock:
+            self._refuse(report, reason)
+        return report
+
     # --- storing -----------------------------------------------------------------------------
 
     def store_prefix(

@@ -18,6 +18,8 @@ from kvboost.errors import UnsupportedModelError
 TRANSFORMERS_VERSION = Version(transformers.__version__)
 # From 5.0 on `crop(0)` leaves the cache as it is; before, it was an absolute length of zero.
 CROP_ZERO_EMPTIES = Version("5.0.0.dev0") > TRANSFORMERS_VERSION
+# From 5.0 on assisted decoding feeds the whole prompt to a cache that holds a part of it already.
+ASSISTED_FEEDS_WHOLE_PROMPT = not CROP_ZERO_EMPTIES
 
 SUPPORTED_ARCHITECTURES: frozenset[str] = frozenset(
     f"{name}ForCausalLM"

@@ -8,6 +8,7 @@ what is in the cache or where it came from.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.cache_utils import Cache
 
 from kvboost import attention
+from kvboost.compat import ASSISTED_FEEDS_WHOLE_PROMPT
 from kvboost.errors import InvalidRequestError
 
 _CALL_OPTIONS = frozenset(
@@ -51,6 +53,17 @@ _REFUSED_OPTIONS: dict[str, str] = {
     "output_hidden_states": "use prepare() and your own model.generate",
     "token_healing": "it rewrites the prompt after it was looked up",
     "generation_config": "pass its fields as options",
+}
+_TINY, _MANY = 1e-6, float("inf")
+_RANGES: dict[str, tuple[float, float]] = {  # what transformers takes without a word and then ignores
+    "top_p": (_TINY, 1),
+    "min_p": (0, 1),
+    "typical_p": (_TINY, 1),
+    "top_k": (0, _MANY),
+    "num_beams": (1, _MANY),
+    "repetition_penalty": (_TINY, _MANY),
+    "min_new_tokens": (0, _MANY),
+    "no_repeat_ngram_size": (0, _MANY),
 }
 # Longest stretch that is prefilled in one forward, and the largest mask that one may need.
 _MAX_PREFILL_TOKENS = 8_192
@@ -108,8 +121,13 @@ def read_options(
             raise InvalidRequestError(f"unknown generation option {name!r}")
     if options.get("num_return_sequences", 1) not in (1, None):
         raise InvalidRequestError(
-            f"num_return_sequences must be 1, got {options['num_return_sequences']}; call generate several times"
+            f"num_return_sequences must be 1, got {options['num_return_sequences']}; "
+            "call generate several times"
         )
+    for name, (low, high) in _RANGES.items():
+        value = options.get(name)
+        if value is not None and not low <= value <= high:
+            raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value}")
     settings = {name: value for name, value in options.items() if name in fields}
     config.update(max_new_tokens=max_new_tokens, max_length=None, do_sample=do_sample, num_return_sequences=1)
     if do_sample:
@@ -175,7 +193,7 @@ def generate(
         extra["tokenizer"] = tokenizer
     if cache is not None:
         extra["past_key_values"] = cache
-    with torch.no_grad(), _seeded(options.seed, device):
+    with torch.no_grad(), _seeded(options.seed, device), _feeding_only_new_tokens(model, cache, options):
         output = model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -199,6 +217,28 @@ def _finish_reason(new_ids: list[int], options: GenerationOptions, watch: Watch)
     if watch.cancelled.is_set():
         return "cancelled"
     return "length" if len(new_ids) >= options.max_new_tokens else "stop"
+
+
+@contextmanager
+def _feeding_only_new_tokens(model: Any, cache: Cache | None, options: GenerationOptions) -> Iterator[None]:
+    """Let assisted decoding leave out, in its first forward, what the cache holds already."""
+    assisted = options.call_options.get("assistant_model") or options.config.prompt_lookup_num_tokens
+    if cache is None or not assisted or not ASSISTED_FEEDS_WHOLE_PROMPT:
+        yield
+        return
+    own = model.prepare_inputs_for_generation
+
+    @functools.wraps(own)
+    def prepare(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is cache and kwargs.get("next_sequence_length") is None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - cache.get_seq_length()
+        return own(input_ids, *args, **kwargs)
+
+    model.prepare_inputs_for_generation = prepare
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation
 
 
 @contextmanager

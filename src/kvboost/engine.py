@@ -328,15 +328,18 @@ class InferenceEngine:
     ) -> StoreReport:
         device = torch.device("cpu") if self.cache_device == "cpu" else None
         cuts = self.chunk_registry.cuts(ids.tolist(), boundary_tokens=self._boundary_tokens)
-        return self.cache_manager.store_prefix(
-            ids,
-            cuts,
-            self.layout,
-            lambda start, end: arena.extract(start, end, device),
-            namespace,
-            text_of=self.tokenizer.decode,
-            position_offset=position_offset,
-        )
+        try:
+            return self.cache_manager.store_prefix(
+                ids,
+                cuts,
+                self.layout,
+                lambda start, end: arena.extract(start, end, device),
+                namespace,
+                text_of=self.tokenizer.decode,
+                position_offset=position_offset,
+            )
+        except (RuntimeError, MemoryError) as error:  # out of memory: the answer is there all the same
+            return self.cache_manager.count_failure(f"{type(error).__name__} while storing")
 
     # --- one's own generate loop -------------------------------------------------------------
 

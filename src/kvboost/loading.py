@@ -61,7 +61,8 @@ def load(model_name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
     if getattr(config, "is_encoder_decoder", False):
         names = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
         raise InvalidRequestError(
-            f"{model_name} ({names}) is an encoder-decoder model; kvboost reuses the KV of decoder-only models"
+            f"{model_name} ({names}) is an encoder-decoder model; "
+            "kvboost reuses the KV of decoder-only models"
         )
     tokenizer = AutoTokenizer.from_pretrained(source, **shared)
     model = AutoModelForCausalLM.from_pretrained(source, **settings)

@@ -111,7 +111,7 @@ def _values_checksum(tensor: torch.Tensor) -> bytes:
         return b""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     if raw.device.type == "cpu":
-        return xxhash.xxh3_128_digest(raw.numpy())
+        return xxhash.xxh3_128_digest(raw.numpy().data)
     # On an accelerator the values are summed where they lie, each word times an odd number that
     # depends on its place: changing any one word changes the sum modulo 2**64.
     padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)

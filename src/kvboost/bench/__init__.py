@@ -1,1 +1,4 @@
-"""Benchmarks."""
+"""Benchmarks that a user can repeat: each measures, and returns one record that goes into JSON.
+
+They know the engine and transformers; how a record is shown is the command line's business.
+"""

@@ -1,5 +1,61 @@
-"""Entry point of the `kvboost` command."""
+"""Entry point of the `kvboost` command: the group, and how errors and Ctrl-C look.
+
+Knows the commands by name only; what they do is in modules of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvboost import __version__
+from kvboost.cli.bench import bench
+from kvboost.cli.demo import demo
+from kvboost.cli.generate import generate
+from kvboost.errors import KVBoostError
+
+INTERRUPTED = 130
 
 
-def main() -> None:
-    """To come."""
+class KVBoostGroup(click.Group):
+    """Shows expected errors as one line, and the trace only with --debug."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader of a pipe is gone
+        except (KVBoostError, OSError) as error:
+            if ctx.params.get("debug"):
+                raise
+            click.secho(f"error: {in_one_line(error)}", fg="red", err=True)
+            ctx.exit(1)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The message without line breaks; the error's kind where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@click.group(cls=KVBoostGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvboost")
+@click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
+def main(debug: bool) -> None:  # noqa: ARG001  # read from the context where errors are shown
+    """Reuse what a Hugging Face model has already read.
+
+    \b
+    kvboost demo                                  see it work, on a built-in model
+    kvboost generate builtin "Why is the sky blue?" --chat
+    kvboost bench prefix                          measure it on this machine
+
+    MODEL is a hub name, a folder, or "builtin".
+    """
+
+
+main.add_command(demo)
+main.add_command(generate)
+main.add_command(bench)

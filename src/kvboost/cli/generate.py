@@ -1,0 +1,117 @@
+"""`kvboost generate`: one answer from one prompt.
+
+Knows where a prompt comes from and how an answer is shown; the rest is the engine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from kvboost.cli.options import engine_options
+from kvboost.cli.session import opened_engine
+
+if TYPE_CHECKING:
+    from kvboost.engine import InferenceEngine
+    from kvboost.models import GenerationResult
+    from kvboost.prompts import Prompt
+
+MODES = ("chunk_kv_reuse", "prefix_cache", "baseline")
+
+
+@click.command()
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Read the prompt from a UTF-8 text file.",
+)
+@click.option("--chat", is_flag=True, help="Treat the prompt as a user's message (chat template).")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help="What is reused.")
+@click.option("--do-sample", is_flag=True, help="Draw tokens instead of taking the likeliest.")
+@click.option("--temperature", type=float, default=None, help="With --do-sample.  [default: 1.0]")
+@click.option("--seed", type=click.IntRange(min=0), default=None, help="Draw the same tokens every time.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@engine_options
+def generate(
+    model: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    chat: bool,
+    max_new_tokens: int,
+    mode: str,
+    do_sample: bool,
+    temperature: float | None,
+    seed: int | None,
+    as_json: bool,
+    engine_options: dict[str, Any],
+) -> None:
+    """Answer PROMPT with MODEL: a hub name, a folder, or "builtin".
+
+    The answer goes to stdout, a line about time and reuse to stderr. PROMPT may be "-" for stdin;
+    one line break at the end of stdin or of a file is not part of the prompt.
+
+    \b
+    kvboost generate builtin "The capital of France is" --max-new-tokens 8
+    kvboost generate builtin --chat "Name three rivers."
+    cat notes.txt | kvboost generate ./my-model - --dtype bfloat16
+    """
+    text = read_prompt(prompt, prompt_file)
+    if temperature is not None and not do_sample:
+        raise click.UsageError("--temperature has an effect only with --do-sample")
+    request: dict[str, Any] = {
+        "prompt": [{"role": "user", "content": text}] if chat else text,
+        "max_new_tokens": max_new_tokens,
+        "mode": mode,
+        "do_sample": do_sample,
+        "seed": seed,
+    }
+    if temperature is not None:
+        request["temperature"] = temperature
+    console = None if as_json else Console(stderr=True)
+    with opened_engine(model, engine_options, console) as engine:
+        if as_json:
+            result = engine.generate(**request)
+            click.echo(json.dumps({"model": model, **dataclasses.asdict(result)}))
+        else:
+            click.echo(summary(_print_answer(engine, **request)), err=True)
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt's text out of the one place that was named."""
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError('give either PROMPT ("-" for stdin) or --prompt-file')
+    if prompt_file is not None:
+        try:
+            return prompt_file.read_text(encoding="utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise click.BadParameter(f"{prompt_file} is not UTF-8 text: {error}") from error
+    if prompt == "-":
+        return click.get_text_stream("stdin").read().removesuffix("\n")
+    return str(prompt)
+
+
+def _print_answer(engine: InferenceEngine, prompt: Prompt, **options: Any) -> GenerationResult:
+    """Print the answer piece by piece as it comes."""
+    with engine.stream(prompt, **options) as pieces:
+        for piece in pieces:
+            click.echo(piece, nl=False)
+        click.echo()
+        return pieces.result
+
+
+def summary(result: GenerationResult) -> str:
+    """One line: how much, how fast, how much of it reused, why it ended."""
+    return (
+        f"{result.generated_tokens} tokens in {result.total_ms / 1e3:.2f} s, "
+        f"first after {result.ttft_ms:.0f} ms; "
+        f"{result.cached_tokens} of {result.prompt_tokens} prompt tokens from the cache; "
+        f"ended by {result.finish_reason}"
+    )

@@ -1,0 +1,111 @@
+"""The engine's options as flags, each under its own name.
+
+The flags are a plain table, so that `--help` needs no torch; a test compares it with the engine's
+signature. A flag that is not given is not passed on: the engine's default holds. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+Command = Callable[..., Any]
+
+
+class CountOrNone(click.ParamType):
+    """A whole number of at least 1, or the word none for no limit."""
+
+    name = "integer|none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value is None or str(value).lower() == "none":
+            return None
+        return click.IntRange(min=1).convert(value, param, ctx)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option: its name in Python, what it takes (bool = a switch), its default, what it does."""
+
+    name: str
+    kind: click.ParamType | type
+    default: Any
+    help: str
+    default_text: str = ""
+
+    @property
+    def spelling(self) -> str:
+        dashed = "--" + self.name.replace("_", "-")
+        return f"{dashed}/--no-{dashed[2:]}" if self.kind is bool and self.default else dashed
+
+
+_COUNT = click.IntRange(min=1)
+
+ENGINE_FLAGS = (
+    Flag("chunk_size", _COUNT, 128, "Tokens per cached chunk."),
+    Flag("max_chunks", CountOrNone(), 128, 'Chunks that the cache may hold; "none" = no limit.'),
+    Flag("max_cache_bytes", CountOrNone(), None, "Bytes that the cache may hold.", "no limit"),
+    Flag(
+        "chunk_boundary_window",
+        click.IntRange(min=0),
+        0,
+        "A cut slides by at most this many tokens to a sentence end.",
+    ),
+    Flag(
+        "cache_device", click.Choice(["cpu", "model"]), "cpu", "Where cached KV is kept: RAM, or with the model."
+    ),
+    Flag("bit_exact", bool, False, "Make warm and cold logits equal to the last bit."),
+    Flag("cache_salt", str, "", "Only requests with the same salt share cached text.", "empty"),
+    Flag(
+        "prefill_block", CountOrNone(), None, "Tokens per forward of a long prefill.", "as memory allows"
+    ),
+    Flag("device", str, None, 'Where the model runs: "cpu", "cuda", "cuda:1", "mps".', "the best there is"),
+    Flag("strict", bool, True, "Refuse architectures that are known not to work, or only warn."),
+)
+LOADING_FLAGS = (
+    Flag(
+        "dtype",
+        click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        None,
+        "Number format of the weights.",
+        "transformers decides",
+    ),
+    Flag("revision", str, None, "Branch, tag or commit of a hub model.", "main"),
+    Flag("gguf_file", str, None, "A GGUF file in MODEL to load the weights from.", "none"),
+    Flag("trust_remote_code", bool, False, "Run code that comes with the model. Off unless you ask for it."),
+    Flag("attn_implementation", str, None, 'Attention of transformers: "sdpa", "eager", ...', "sdpa if it can"),
+)
+
+
+def engine_options(command: Command) -> Command:
+    """Add every flag to `command`, which gets those that were given as the dict `engine_options`."""
+    flags = ENGINE_FLAGS + LOADING_FLAGS
+
+    @functools.wraps(command)
+    def with_engine_options(**arguments: Any) -> Any:
+        context = click.get_current_context()
+        values = {flag.name: arguments.pop(flag.name) for flag in flags}
+        given = {
+            name: value
+            for name, value in values.items()
+            if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        }
+        return command(**arguments, engine_options=given)
+
+    decorated: Command = with_engine_options
+    for flag in reversed(flags):
+        decorated = click.option(
+            flag.spelling,
+            flag.name,
+            type=flag.kind,
+            is_flag=flag.kind is bool,
+            default=flag.default,
+            show_default=flag.default_text or True,
+            help=flag.help,
+        )(decorated)
+    return decorated

@@ -1,0 +1,61 @@
+"""Fixtures shared by all tests. The real model is loaded once per run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from kvboost import KVBoost
+from kvboost.embedded import ensure_checkpoint
+from kvboost.errors import BuiltinModelMissingError
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def make_engine(tokenizer: Any) -> Iterator[Callable[..., KVBoost]]:
+    """Engines on tiny models; the integrity of every store is checked at the end."""
+    engines: list[KVBoost] = []
+
+    def make(architecture: str = "llama", *, model: Any = None, **options: Any) -> KVBoost:
+        dtype = options.pop("dtype", torch.float32)
+        options.setdefault("chunk_size", 16)
+        options.setdefault("max_chunks", None)
+        engine = KVBoost(model or tiny_model(architecture, dtype=dtype), tokenizer, **options)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.cache_manager.check_integrity()
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def real_engine() -> Iterator[KVBoost]:
+    """The built-in model in float32, with room for everything that the tests store."""
+    try:
+        ensure_checkpoint()
+    except BuiltinModelMissingError as error:
+        pytest.fail(str(error))
+    with KVBoost.from_pretrained("builtin", max_chunks=None, max_cache_bytes=6_000_000_000) as engine:
+        yield engine
+        engine.cache_manager.check_integrity()
+
+
+@pytest.fixture
+def real(real_engine: KVBoost) -> Iterator[KVBoost]:
+    """The real engine with an empty cache."""
+    real_engine.clear()
+    yield real_engine
+    real_engine.cache_manager.check_integrity()

@@ -1,0 +1,112 @@
+"""What only a GPU can tell: exactness in bfloat16, both homes of the cache, bit-exactness, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost import KVBoost
+from tests.equivalence.capture import generate_with_logits
+from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+MakeEngine = Callable[..., KVBoost]
+
+
+@pytest.mark.parametrize("cache_device", ["cpu", "model"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefix_hit_equals_baseline(architecture: str, cache_device: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(architecture, device="cuda", cache_device=cache_device)
+    shared = random_ids(150, seed=1)
+    engine.warm(shared)
+    for cut, tail in ((1, 5), (17, 60), (100, 70), (149, 20), (150, 9)):
+        prompt = shared[:cut] + random_ids(tail, seed=cut, low=100)
+        expected, expected_logits = generate_with_logits(engine, prompt, mode="baseline", max_new_tokens=24)
+        result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=24)
+        assert result.cached_tokens >= cut
+        assert (logits - expected_logits).abs().max() <= 1e-2 * expected_logits.abs().max()
+        assert result.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_bfloat16_logits_stay_close(architecture: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(architecture, device="cuda", dtype=torch.bfloat16)
+    shared = random_ids(150, seed=2)
+    engine.warm(shared)
+    prompt = shared[:131] + random_ids(20, seed=3)
+    _, expected = generate_with_logits(engine, prompt, mode="baseline", max_new_tokens=1)
+    result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=1)
+    assert result.cached_tokens == 131
+    assert (logits - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("cache_device", ["cpu", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3"])
+def test_bit_exact(architecture: str, dtype: torch.dtype, cache_device: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(architecture, device="cuda", dtype=dtype, bit_exact=True, cache_device=cache_device)
+    shared = random_ids(160, seed=4)
+    engine.warm(shared)
+    for cut, tail in ((40, 30), (128, 16), (160, 45)):
+        prompt = shared[:cut] + random_ids(tail, seed=cut)
+        expected, expected_logits = generate_with_logits(engine, prompt, mode="baseline", max_new_tokens=16)
+        result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=16)
+        assert result.cached_tokens == cut - cut % 16
+        assert torch.equal(logits, expected_logits)
+        assert result.token_ids == expected.token_ids
+
+
+def _shaped_like_8b() -> Any:
+    """A random model with the layer shapes of an 8B model, few layers deep."""
+    return tiny_model(
+        "llama",
+        dtype=torch.bfloat16,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=16384,
+    )
+
+
+@pytest.mark.parametrize("cache_device", ["cpu", "model"])
+def test_bit_exact_at_8b_width(cache_device: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(
+        model=_shaped_like_8b(), device="cuda", bit_exact=True, chunk_size=128, cache_device=cache_device
+    )
+    shared = random_ids(4000, seed=5)
+    engine.warm(shared)
+    for cut in (700, 2048, 4000):
+        prompt = shared[:cut] + random_ids(50, seed=cut)
+        _, expected = generate_with_logits(engine, prompt, mode="baseline", max_new_tokens=4)
+        result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=4)
+        assert result.cached_tokens == cut - cut % 128
+        assert torch.equal(logits, expected)
+
+
+def test_chunks_live_where_they_should(make_engine: MakeEngine) -> None:
+    for cache_device, kind in (("cpu", "cpu"), ("model", "cuda")):
+        engine = make_engine("llama", device="cuda", cache_device=cache_device)
+        ids = random_ids(40, seed=6)
+        engine.warm(ids)
+        match = engine.cache_manager.match_prefix(ids, engine._namespaces.current(""))
+        for found in match.matches:
+            for part in found.chunk.packed or ():
+                assert part.device.type == kind
+                assert kind == "cuda" or part.is_pinned()
+
+
+def test_weights_on_the_gpu_are_checked_over(make_engine: MakeEngine) -> None:
+    engine = make_engine("llama", device="cuda")
+    ids = random_ids(40, seed=7)
+    engine.warm(ids)
+    with torch.no_grad():
+        engine.model.model.layers[0].mlp.up_proj.weight[0, 0] += 0.25
+    assert engine.generate(ids, max_new_tokens=2).cached_tokens == 0
