@@ -73,7 +73,7 @@ def folded_attention(
         attn_mask=None if attention_mask is None else _fold_mask(attention_mask, group, query.dtype),
         scale=scaling,
     )
-    result = folded.view(batch, heads, tokens, value.shape[3])
+    result = folded.reshape(batch, heads, tokens, value.shape[3])
     return result.transpose(1, 2).contiguous(), None
 
 
