@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from kvboost import attention
+from kvboost import attention, linears
 from kvboost.compat import ASSISTED_FEEDS_WHOLE_PROMPT
 from kvboost.errors import InvalidRequestError
 
@@ -292,14 +292,18 @@ def next_stop(start: int, end: int, block: int | None) -> int:
 
 
 @contextmanager
-def running(model: Any, *, fold: bool) -> Iterator[None]:
-    """Hold the model for forwards, in eval mode, with folded attention where asked and possible."""
+def running(model: Any, *, fast: bool) -> Iterator[None]:
+    """Hold the model for forwards, in eval mode; with `fast` on our kernels where they apply."""
     with model_lock(model):
         was_training = model.training
         if was_training:
             model.eval()
         try:
-            with attention.folded(model) if fold and attention.can_engage(model) else nullcontext():
+            with ExitStack() as kernels:
+                if fast:
+                    kernels.enter_context(linears.faster(model))
+                if fast and attention.can_engage(model):
+                    kernels.enter_context(attention.folded(model))
                 yield
         finally:
             if was_training:

@@ -233,7 +233,7 @@ class InferenceEngine:
     def _run(self, request: Request, arena: Arena) -> Decoded:
         """Prefill what is missing and decode."""
         total = len(request.prompt)
-        with decode.running(self.model, fold=not self.bit_exact):
+        with decode.running(self.model, fast=not self.bit_exact):
             decode.prefill(
                 self.model, request.token_ids, arena, self._last_stop(arena.length, total), block=self._block
             )
@@ -261,7 +261,7 @@ class InferenceEngine:
 
     def _serve_plain(self, request: Request, reason: str) -> GenerationResult:
         """Stock attention and cache, nothing read and nothing stored."""
-        with decode.running(self.model, fold=False):
+        with decode.running(self.model, fast=False):
             rope.reset_dynamic_frequencies(self.model)
             decoded = decode.generate(
                 self.model, self.tokenizer, request.token_ids, None, request.options, request.watch
@@ -304,7 +304,7 @@ class InferenceEngine:
         with self._assembler.planned(ids, namespace, limit=end) as plan:
             arena, already = self._workspace.take(max(end, 1), namespace.key, ids)
             self._assembler.place(plan, arena, already)
-        with decode.running(self.model, fold=not self.bit_exact):
+        with decode.running(self.model, fast=not self.bit_exact):
             decode.prefill(self.model, ids, arena, end, block=self._block, position_offset=position_offset)
         report = self._store(ids[:end], arena, namespace, position_offset)
         self._workspace.give_back(arena, namespace.key, ids[:end])
@@ -368,7 +368,7 @@ class InferenceEngine:
             self._assembler.place(plan, arena)
         self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
         if self.bit_exact:
-            with decode.running(self.model, fold=False):
+            with decode.running(self.model, fast=False):
                 decode.prefill(
                     self.model, ids, arena, self._last_stop(arena.length, len(ids)), block=self._block
                 )

@@ -241,6 +241,7 @@ def test_the_model_is_as_it_was_before(make_engine: MakeEngine) -> None:
     assert model.config._attn_implementation == "sdpa"
     assert model.generation_config.to_dict() == generation
     assert set(vars(model)) == attributes
+    assert not any("forward" in vars(module) for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fake_kv import LAYOUT, TOKEN_SIZE, check_cover, check_kv, extractor, past_of, store, user_chunk
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +16,16 @@ from kvboost.cache_manager import ROOT, KVCacheManager, PrefixMatch
 from kvboost.errors import InvalidRequestError
 from kvboost.models import CachedChunk, chained_hash, content_hash_from_tokens
 from kvboost.namespace import Namespace
+from tests.unit.fake_kv import (
+    LAYOUT,
+    TOKEN_SIZE,
+    check_cover,
+    check_kv,
+    extractor,
+    past_of,
+    store,
+    user_chunk,
+)
 
 CHUNK = 4
 MINE = Namespace("1" * 64, "family one", "mine")

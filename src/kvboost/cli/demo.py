@@ -86,9 +86,8 @@ def demo(model: str, as_json: bool, engine_options: dict[str, Any]) -> None:
         click.echo(json.dumps(dataclasses.asdict(report), indent=2))
         return
     console = Console(highlight=False)
-    with opened_engine(model, engine_options, console) as engine:
-        with console.status("reading") as status:
-            report = run(engine, model, status.update)
+    with opened_engine(model, engine_options, console) as engine, console.status("reading") as status:
+        report = run(engine, model, status.update)
     show(report, console)
 
 

@@ -67,10 +67,10 @@ def chat_table(report: DemoReport) -> Table:
 
 def answers(pairs: list[tuple[str, str]]) -> Text:
     """What was asked, and what the model said."""
-    text = Text()
+    lines = []
     for question, answer in pairs:
-        text.append(f"- {question} ").append(" ".join(answer.split()) + "\n", style="italic")
-    return text
+        lines.append(Text(f"- {question} ").append(" ".join(answer.split()), style="italic"))
+    return Text("\n").join(lines)
 
 
 def explanation(report: DemoReport) -> list[str]:
@@ -100,7 +100,8 @@ def _sameness(report: DemoReport) -> str:
     if same == len(report.questions):
         return (
             "The answers are the same, token for token: what is reused is what the model would have "
-            "computed again, because the text before it is exactly the same."
+            "computed again, because the text before it is exactly the same. (Same does not mean right: "
+            "a small model is as often wrong with a cache as without.)"
         )
     return (
         f"{same} of {len(report.questions)} answers are the same, token for token. What is reused is what "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         except UnicodeDecodeError as error:
             raise click.BadParameter(f"{prompt_file} is not UTF-8 text: {error}") from error
     if prompt == "-":
-        return click.get_text_stream("stdin").read().removesuffix("\n")
+        return sys.stdin.read().removesuffix("\n")
     return str(prompt)
 
 

@@ -44,7 +44,7 @@ def in_one_line(error: BaseException) -> str:
 @click.group(cls=KVBoostGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvboost")
 @click.option("--debug", is_flag=True, help="Show the stack trace of an error.")
-def main(debug: bool) -> None:  # noqa: ARG001  # read from the context where errors are shown
+def main(debug: bool) -> None:  # debug is read from the context, where errors are shown
     """Reuse what a Hugging Face model has already read.
 
     \b

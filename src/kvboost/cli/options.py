@@ -17,15 +17,17 @@ from click.core import ParameterSource
 Command = Callable[..., Any]
 
 
-class CountOrNone(click.ParamType):
-    """A whole number of at least 1, or the word none for no limit."""
-
-    name = "integer|none"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value is None or str(value).lower() == "none":
-            return None
-        return click.IntRange(min=1).convert(value, param, ctx)
+def count_or_none(value: Any) -> int | None:
+    """A whole number of at least 1, or None for the word none."""
+    if str(value).lower() == "none":
+        return None
+    try:
+        count = int(value)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise click.BadParameter(f'expected a whole number of at least 1 or "none", got {value!r}')
+    return count
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Flag:
     """One option: its name in Python, what it takes (bool = a switch), its default, what it does."""
 
     name: str
-    kind: click.ParamType | type
+    kind: Any
     default: Any
     help: str
     default_text: str = ""
@@ -43,13 +45,17 @@ class Flag:
         dashed = "--" + self.name.replace("_", "-")
         return f"{dashed}/--no-{dashed[2:]}" if self.kind is bool and self.default else dashed
 
+    @property
+    def metavar(self) -> str | None:
+        return "N|none" if self.kind is count_or_none else None
+
 
 _COUNT = click.IntRange(min=1)
 
 ENGINE_FLAGS = (
     Flag("chunk_size", _COUNT, 128, "Tokens per cached chunk."),
-    Flag("max_chunks", CountOrNone(), 128, 'Chunks that the cache may hold; "none" = no limit.'),
-    Flag("max_cache_bytes", CountOrNone(), None, "Bytes that the cache may hold.", "no limit"),
+    Flag("max_chunks", count_or_none, 128, 'Chunks that the cache may hold; "none" = no limit.'),
+    Flag("max_cache_bytes", count_or_none, None, "Bytes that the cache may hold.", "no limit"),
     Flag(
         "chunk_boundary_window",
         click.IntRange(min=0),
@@ -57,13 +63,14 @@ ENGINE_FLAGS = (
         "A cut slides by at most this many tokens to a sentence end.",
     ),
     Flag(
-        "cache_device", click.Choice(["cpu", "model"]), "cpu", "Where cached KV is kept: RAM, or with the model."
+        "cache_device",
+        click.Choice(["cpu", "model"]),
+        "cpu",
+        "Where cached KV is kept: RAM, or with the model.",
     ),
     Flag("bit_exact", bool, False, "Make warm and cold logits equal to the last bit."),
     Flag("cache_salt", str, "", "Only requests with the same salt share cached text.", "empty"),
-    Flag(
-        "prefill_block", CountOrNone(), None, "Tokens per forward of a long prefill.", "as memory allows"
-    ),
+    Flag("prefill_block", count_or_none, None, "Tokens per forward of a long prefill.", "as memory allows"),
     Flag("device", str, None, 'Where the model runs: "cpu", "cuda", "cuda:1", "mps".', "the best there is"),
     Flag("strict", bool, True, "Refuse architectures that are known not to work, or only warn."),
 )
@@ -78,7 +85,9 @@ LOADING_FLAGS = (
     Flag("revision", str, None, "Branch, tag or commit of a hub model.", "main"),
     Flag("gguf_file", str, None, "A GGUF file in MODEL to load the weights from.", "none"),
     Flag("trust_remote_code", bool, False, "Run code that comes with the model. Off unless you ask for it."),
-    Flag("attn_implementation", str, None, 'Attention of transformers: "sdpa", "eager", ...', "sdpa if it can"),
+    Flag(
+        "attn_implementation", str, None, 'Attention of transformers: "sdpa", "eager", ...', "sdpa if it can"
+    ),
 )
 
 
@@ -104,6 +113,7 @@ def engine_options(command: Command) -> Command:
             flag.name,
             type=flag.kind,
             is_flag=flag.kind is bool,
+            metavar=flag.metavar,
             default=flag.default,
             show_default=flag.default_text or True,
             help=flag.help,

@@ -1,0 +1,47 @@
+"""Real English text for benchmarks, as token ids: Python's own language reference, always at hand.
+
+Hands out a common beginning and pieces that nobody has seen before. Knows a tokenizer, no model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvboost.errors import InvalidRequestError
+
+
+class TextSource:
+    """Token ids of one long text; pieces are taken from behind its first `prefix_tokens`."""
+
+    def __init__(self, tokenizer: Any, prefix_tokens: int) -> None:
+        from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
+
+        text = "\n\n".join(topics[name] for name in sorted(topics))
+        self._ids: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        self._next = prefix_tokens
+        self._first_tokens = {self._ids[0]}
+        self._check(prefix_tokens)
+
+    def prefix(self, tokens: int) -> list[int]:
+        """The first `tokens` ids; no fresh piece will begin with the id that follows them."""
+        self._first_tokens.add(self._ids[tokens])
+        return self._ids[:tokens]
+
+    def fresh(self, tokens: int) -> list[int]:
+        """A piece of `tokens` ids that begins with an id no other piece begins with.
+
+        So two pieces behind the same prefix have nothing in common, and neither can serve the other.
+        """
+        while self._next < len(self._ids) and self._ids[self._next] in self._first_tokens:
+            self._next += 1
+        start, self._next = self._next, self._next + tokens
+        self._check(self._next)
+        self._first_tokens.add(self._ids[start])
+        return self._ids[start : start + tokens]
+
+    def _check(self, needed: int) -> None:
+        if needed >= len(self._ids):
+            raise InvalidRequestError(
+                f"the benchmark's text has {len(self._ids)} tokens, more were asked for; "
+                "choose smaller lengths or fewer rounds"
+            )
