@@ -24,7 +24,7 @@ _MAX_ROWS = 64  # prefill of longer stretches keeps the stock kernel
 @cache
 def _onednn_linear() -> Callable[..., torch.Tensor] | None:
     """torch's oneDNN linear, or None where there is none that gives the right numbers."""
-    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if operator is None:

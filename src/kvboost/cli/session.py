@@ -41,7 +41,7 @@ def _load(model: str, options: Mapping[str, Any]) -> InferenceEngine:
         return InferenceEngine.from_pretrained(model, **options)
     except KVBoostError:
         raise
-    except (ValueError, ImportError, RuntimeError, AssertionError) as error:  # what loading libraries raise
+    except (OSError, ValueError, ImportError, RuntimeError, AssertionError) as error:  # what loading raises
         raise KVBoostError(f"cannot load {model}: {error}") from error
 
 

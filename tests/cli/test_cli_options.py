@@ -1,0 +1,105 @@
+"""The flags are the engine's options: names, defaults, and what reaches the engine."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from kvboost import loading
+from kvboost.cli.generate import MODES
+from kvboost.cli.options import ENGINE_FLAGS, LOADING_FLAGS, engine_options
+from kvboost.engine import InferenceEngine
+from kvboost.models import GenerationMode
+
+PARAMETERS = inspect.signature(InferenceEngine.__init__).parameters
+# The engine takes these names, but no value of them changes anything yet.
+WITHOUT_EFFECT_YET = {
+    "recompute_overlap",
+    "recompute_strategy",
+    "recompute_ratio",
+    "kv_cache_bits",
+    "disk_cache_dir",
+}
+
+
+def given(*arguments: str) -> dict[str, Any]:
+    """What a command gets as `engine_options`."""
+    seen: dict[str, Any] = {}
+
+    @click.command()
+    @engine_options
+    def command(engine_options: dict[str, Any]) -> None:
+        seen.update(engine_options)
+
+    outcome = CliRunner().invoke(command, list(arguments), catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.stderr
+    return seen
+
+
+def test_every_engine_option_is_a_flag() -> None:
+    names = {flag.name for flag in ENGINE_FLAGS}
+    assert names == set(PARAMETERS) - {"self", "model", "tokenizer"} - WITHOUT_EFFECT_YET
+
+
+@pytest.mark.parametrize("flag", ENGINE_FLAGS, ids=lambda flag: flag.name)
+def test_flags_show_the_engines_defaults(flag: Any) -> None:
+    assert flag.default == PARAMETERS[flag.name].default
+
+
+def test_loading_flags_are_loading_options() -> None:
+    names = [flag.name for flag in LOADING_FLAGS]
+    for_transformers, for_engine = loading.split_options(dict.fromkeys(names), ())
+    assert list(for_transformers) == names
+    assert not for_engine
+
+
+def test_modes_are_the_engines() -> None:
+    assert set(MODES) == {mode.value for mode in GenerationMode}
+    assert inspect.signature(InferenceEngine.generate).parameters["mode"].default.value == MODES[0]
+
+
+def test_what_is_not_given_is_not_passed_on() -> None:
+    assert given() == {}
+
+
+def test_values_arrive_as_the_engine_takes_them() -> None:
+    assert given(
+        "--chunk-size",
+        "64",
+        "--max-chunks",
+        "none",
+        "--max-cache-bytes",
+        "1000",
+        "--bit-exact",
+        "--no-strict",
+    ) == {"chunk_size": 64, "max_chunks": None, "max_cache_bytes": 1000, "bit_exact": True, "strict": False}
+    assert given("--dtype", "bfloat16", "--trust-remote-code", "--device", "cpu") == {
+        "dtype": "bfloat16",
+        "trust_remote_code": True,
+        "device": "cpu",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--chunk-size", "0"], "--chunk-size"),
+        (["--max-chunks", "few"], '"none"'),
+        (["--max-cache-bytes", "-1"], '"none"'),
+        (["--cache-device", "disk"], "--cache-device"),
+        (["--kv-cache-bits", "8"], "--kv-cache-bits"),
+    ],
+)
+def test_bad_values_are_usage_errors(arguments: list[str], named: str) -> None:
+    @click.command()
+    @engine_options
+    def command(engine_options: dict[str, Any]) -> None:
+        raise AssertionError(engine_options)
+
+    outcome = CliRunner().invoke(command, arguments)
+    assert outcome.exit_code == 2
+    assert named in outcome.stderr
