@@ -1,28 +1,57 @@
 """kvboost: reuse the KV tensors of text that a Hugging Face model has already read."""
 
-from kvboost.cache_manager import KVCacheManager
-from kvboost.chunk_registry import ChunkRegistry
-from kvboost.compat import (
-    SUPPORTED_ARCHITECTURES,
-    UNSUPPORTED_ARCHITECTURES,
-    check_model_compatibility,
-)
-from kvboost.engine import InferenceEngine, KVBoost
-from kvboost.models import (
-    AssembledPrompt,
-    AssemblyMode,
-    CachedChunk,
-    ChunkStrategy,
-    GenerationMode,
-    GenerationResult,
-    RecomputeStrategy,
-    WarmResult,
-    chained_hash,
-    content_hash_from_tokens,
-)
-from kvboost.prompt_assembler import PromptAssembler
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvboost.cache_manager import KVCacheManager
+    from kvboost.chunk_registry import ChunkRegistry
+    from kvboost.compat import (
+        SUPPORTED_ARCHITECTURES,
+        UNSUPPORTED_ARCHITECTURES,
+        check_model_compatibility,
+    )
+    from kvboost.engine import InferenceEngine, KVBoost
+    from kvboost.models import (
+        AssembledPrompt,
+        AssemblyMode,
+        CachedChunk,
+        ChunkStrategy,
+        GenerationMode,
+        GenerationResult,
+        RecomputeStrategy,
+        WarmResult,
+        chained_hash,
+        content_hash_from_tokens,
+    )
+    from kvboost.prompt_assembler import PromptAssembler
 
 __version__ = "0.1.0"
+
+# Where each public name lives. They are imported on first use, so that `import kvboost` and
+# `kvboost --help` do not wait for torch and transformers.
+_HOMES = {
+    "SUPPORTED_ARCHITECTURES": "compat",
+    "UNSUPPORTED_ARCHITECTURES": "compat",
+    "AssembledPrompt": "models",
+    "AssemblyMode": "models",
+    "CachedChunk": "models",
+    "ChunkRegistry": "chunk_registry",
+    "ChunkStrategy": "models",
+    "GenerationMode": "models",
+    "GenerationResult": "models",
+    "InferenceEngine": "engine",
+    "KVBoost": "engine",
+    "KVCacheManager": "cache_manager",
+    "PromptAssembler": "prompt_assembler",
+    "RecomputeStrategy": "models",
+    "WarmResult": "models",
+    "chained_hash": "models",
+    "check_model_compatibility": "compat",
+    "content_hash_from_tokens": "models",
+}
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
@@ -45,3 +74,15 @@ __all__ = [
     "check_model_compatibility",
     "content_hash_from_tokens",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvboost' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"kvboost.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -99,16 +99,16 @@ def _can_fold(
 
 def _fold_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """Additive mask `[batch, 1, group * n, tokens]`, made once per mask and shared by the layers."""
-    cached: torch.Tensor | None = getattr(mask, "_kvboost_folded", None)
-    if cached is None:
-        if mask.dtype == torch.bool:
-            additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-            mask_values = additive.masked_fill_(~mask, float("-inf"))
-        else:
-            mask_values = mask
-        cached = mask_values.repeat(1, 1, group, 1)
-        mask._kvboost_folded = cached  # type: ignore[attr-defined]  # rides along with its mask
-    return cached
+    made_for = (group, dtype, mask._version)
+    kept: tuple[Any, torch.Tensor] | None = getattr(mask, "_kvboost_folded", None)
+    if kept is not None and kept[0] == made_for:
+        return kept[1]
+    values = mask
+    if mask.dtype == torch.bool:
+        values = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    folded_mask = values.repeat(1, 1, group, 1)
+    mask._kvboost_folded = (made_for, folded_mask)  # type: ignore[attr-defined]  # rides along with its mask
+    return folded_mask
 
 
 def can_engage(model: Any) -> bool:

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
-from kvboost import prefix_tree
+from kvboost import prefix_tree, store_audit
 from kvboost.arena import KVLayout, Packed
 from kvboost.errors import InvalidRequestError
 from kvboost.memory_tier import MemoryTier
+from kvboost.miss_reasons import EvictedChunks, reason_kind, why_missing
 from kvboost.models import (
     CachedChunk,
     TokenIds,
@@ -32,9 +32,9 @@ from kvboost.models import (
 )
 from kvboost.namespace import Namespace
 from kvboost.prefix_tree import TOKEN_BYTES, TreeNode
+from kvboost.store_audit import StoreEntry
 
 ROOT = Namespace(key="", family="", salt="")  # chains without a model, as the public hashes make them
-_MAX_GHOSTS = 65_536
 _MAX_EMPTY_ROOTS = 1_024  # every salt has a root; those without chunks are dropped beyond this
 
 
@@ -59,7 +59,7 @@ class PrefixMatch:
     matches: tuple[ChunkMatch, ...]
     length: int
     miss_reason: str
-    held: tuple[str, ...] = ()
+    held: str | None = None
 
 
 @dataclass
@@ -70,21 +70,6 @@ class StoreReport:
     stored_bytes: int = 0
     present: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class _Entry:
-    """A chunk with its node in the tree, its true size, and who needs it."""
-
-    chunk: CachedChunk
-    node: TreeNode
-    size_bytes: int
-    readers: int = 0
-    pins: int = 0
-
-    @property
-    def is_evictable(self) -> bool:
-        return not (self.node.children or self.readers or self.pins)
 
 
 class KVCacheManager:
@@ -104,8 +89,8 @@ class KVCacheManager:
         self._tier = MemoryTier(max_chunks, max_cache_bytes)
         self._roots: dict[str, TreeNode] = {}
         self._namespaces: dict[str, Namespace] = {}
-        self._entries: dict[str, _Entry] = {}
-        self._ghosts: OrderedDict[str, None] = OrderedDict()  # keys of evicted chunks
+        self._entries: dict[str, StoreEntry] = {}
+        self._evicted = EvictedChunks()
         self._counts: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         self._reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
@@ -127,22 +112,20 @@ class KVCacheManager:
             matches = [self._match_of(node, node.end) for node in walk.path]
             if walk.partial is not None:
                 matches.append(self._match_of(walk.partial, walk.length))
-            keys = tuple(match.chunk.chunk_id for match in matches)
-            if hold:
-                self._hold(keys)
+            held = matches[-1].chunk.chunk_id if hold and matches else None
+            if held is not None:
+                self._hold(held)
             reason = "" if walk.length * TOKEN_BYTES == len(raw) else self._why_missing(raw, namespace, walk)
-            return PrefixMatch(tuple(matches), walk.length, reason, keys if hold else ())
+            return PrefixMatch(tuple(matches), walk.length, reason, held)
 
     def release(self, match: PrefixMatch, *, used_tokens: int | None = None) -> None:
         """End the hold of `match`, and count its chunks as used (those within `used_tokens`)."""
         with self._lock:
-            for key in match.held:
-                self._entries[key].readers -= 1
             for found in reversed(match.matches):
                 if used_tokens is None or found.start < used_tokens:
                     self._touch(found.chunk.chunk_id)
-            for key in match.held:
-                self._update_evictable(key)
+            if match.held is not None:
+                self._unhold(match.held)
 
     def find_matching_chunks(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> list[ChunkMatch]:
         """Chunks that cover `token_ids` from the start; each match says whether it is approximate."""
@@ -167,7 +150,7 @@ class KVCacheManager:
             self._counts["exact_tokens"] += reused
             self._counts["exact_hits"] += reused > 0
             if reason and not reason.startswith("computed"):
-                self._misses[_reason_kind(reason)] += 1
+                self._misses[reason_kind(reason)] += 1
 
     def count_failure(self, reason: str) -> StoreReport:
         """Book a text that could not be stored."""
@@ -200,22 +183,31 @@ class KVCacheManager:
         report = StoreReport()
         with self._lock:
             self._num_storing += 1
-            node = prefix_tree.walk(self._root(namespace), raw).node
-            held = self._hold_path(node)
-            report.present = len(held)
+            node = self._where_to_store(prefix_tree.walk(self._root(namespace), raw), set(cuts))
+            report.present = self._depth(node)
+            self._hold(node.key)
         try:
             for cut in cuts:
                 if cut <= node.end:
                     continue
                 span = raw[node.end * TOKEN_BYTES : cut * TOKEN_BYTES]
                 child = self._store_span(node, span, layout, extract, report, text_of, position_offset)
-                if child is None:
+                if child is None and report.refused:
                     break
-                held.append(child.key)
+                if child is None:
+                    continue  # known as the start of a longer chunk; see whether the next cut goes beyond
+                with self._lock:
+                    self._unhold(node.key)
                 node = child
         finally:
-            self._end_storing(held)
+            self._end_storing(node)
         return report
+
+    def _where_to_store(self, walk: prefix_tree.Walk, cuts: set[int]) -> TreeNode:
+        """The last whole node; before it, if it is a tail that a longer chunk will replace."""
+        node = walk.node
+        is_tail = not node.is_root and not node.children and node.end not in cuts
+        return node.parent if is_tail and node.parent is not None else node
 
     def store(self, chunk: CachedChunk) -> bool:
         """Store a chunk made elsewhere, under its prefix hash. False, with a counted reason, if refused.
@@ -229,32 +221,39 @@ class KVCacheManager:
                 f"a chunk of positions {chunk.position_start}-{chunk.position_end} needs as many "
                 f"token ids, at least one; got {len(raw) // TOKEN_BYTES}"
             )
+        lengths = {tensor.shape[2] for pair in chunk.past_key_values for tensor in pair}
+        if lengths != {chunk.length}:
+            raise InvalidRequestError(
+                f"a chunk of {chunk.length} tokens needs KV [1, kv_heads, {chunk.length}, head_dim] for "
+                f"every layer; got lengths {sorted(lengths)}"
+            )
         layout = KVLayout.of(chunk.past_key_values)
         report = StoreReport()
         with self._lock:
-            parent = self._parent_of(chunk, raw)
             key = chunk.prefix_hash or chunk.chunk_id
             if key in self._entries:
-                known = self._entries[key].node
-                if known.tokens == raw:
+                if self._entries[key].node.tokens == raw:
                     return True
                 return self._refuse(report, "hash collision")
+            parent = self._parent_of(chunk, raw)
             self._num_storing += 1
-            held = self._hold_path(parent)
+            self._hold(parent.key)
+        node: TreeNode | None = None
         try:
-            stored = self._store_span(
+            node = self._store_span(
                 parent,
                 raw,
                 layout,
                 lambda _start, _end: layout.pack(chunk.past_key_values),
                 report,
-                given=chunk,
+                given=dataclasses.replace(chunk, chunk_id=key, prefix_hash=key),
             )
-            if stored is not None:
-                held.append(stored.key)
         finally:
-            self._end_storing(held)
-        return stored is not None or report.present > 0
+            if node is not None:
+                with self._lock:
+                    self._unhold(node.key)
+            self._end_storing(parent)
+        return node is not None or report.present > 0
 
     def _store_span(
         self,
@@ -282,46 +281,52 @@ class KVCacheManager:
             if tail is not None and not self._can_replace(tail):
                 tail = None
             if not self._make_room(size, replacing=tail):
-                self._refuse(
-                    report, "larger than the budget" if not self._tier.could_ever_fit(size) else "no room"
-                )
+                fits_at_all = self._tier.could_ever_fit(size)
+                self._refuse(report, "no room" if fits_at_all else "larger than the budget")
                 return None
             pins = self._drop(tail).pins if tail is not None else 0
             self._tier.charge(size)
+            self._tier.keep(size)
             self._reserved.add(key)
-        inserted = False
         try:
             packed = extract(parent.end, parent.end + tokens)
-            if given is None:
-                chunk = _new_chunk(key, span, parent, layout, packed, position_offset)
-                chunk.text = text_of(chunk.token_ids) if text_of else ""
-            else:
-                chunk = dataclasses.replace(
-                    given, parent_hash=parent.key, packed=packed, past_key_values=layout.unpack(packed)
-                )
-            with self._lock:
-                node = prefix_tree.insert(parent, span, key, None)
-                self._entries[key] = _Entry(chunk, node, size, readers=1, pins=pins)
-                self._tier.touch(key, chunk.access_count)
-                self._ghosts.pop(key, None)
-                self._counts["stored_chunks"] += 1
-                inserted = True
-        finally:
+            chunk = given or _new_chunk(key, span, parent, layout, packed, position_offset)
+            chunk.parent_hash, chunk.packed, chunk.past_key_values = parent.key, packed, layout.unpack(packed)
+            if text_of is not None:
+                chunk.text = text_of(chunk.token_ids)
+        except BaseException:
             with self._lock:
                 self._reserved.discard(key)
-                if not inserted:
-                    self._tier.refund(size)
+                self._tier.refund(size)
+                self._tier.keep(-size, -1)
+                self._move_pins(parent, pins)
+            raise
+        with self._lock:
+            self._reserved.discard(key)
+            self._tier.keep(-size, -1)
+            node = prefix_tree.insert(parent, span, key, None)
+            self._entries[key] = StoreEntry(chunk, node, size)
+            self._tier.touch(key, chunk.access_count)
+            self._evicted.forget(key)
+            self._counts["stored_chunks"] += 1
+            self._hold(key)
+            self._move_pins(node, pins)
         report.stored += 1
         report.stored_bytes += size
         return node
+
+    def _move_pins(self, node: TreeNode, pins: int) -> None:
+        """Pin `node` as its predecessor was; a pin on a root is a pin on nothing."""
+        if pins and not node.is_root:
+            self._entries[node.key].pins += pins
+            self._shield(node.key, pins)
 
     def _already_there(self, near: TreeNode, span: bytes, report: StoreReport) -> TreeNode | None:
         """The span is stored, as a chunk or as the start of a longer one."""
         report.present += 1
         if near.tokens != span:
             return None  # nothing can follow inside a longer chunk
-        self._entries[near.key].readers += 1
-        self._update_evictable(near.key)
+        self._hold(near.key)
         return near
 
     def _can_replace(self, tail: TreeNode) -> bool:
@@ -344,23 +349,27 @@ class KVCacheManager:
         """Evict until `size` bytes fit, counting `replacing` as gone; False if they cannot."""
         credit = self._entries[replacing.key].size_bytes if replacing is not None else 0
         slots = 0 if replacing is not None else 1
-        if not self._tier.could_ever_fit(size):
-            return False
+        pinned = replacing is not None and self._entries[replacing.key].shields > 0
+        if not self._tier.could_fit(size - credit * pinned, 1 - pinned):
+            return False  # not at the expense of what is there
         if replacing is not None:
             self._tier.set_evictable(replacing.key, False)
         while not self._tier.fits(size - credit, slots):
             victim = self._tier.next_victim()
             if victim is None:
-                if replacing is not None:
-                    self._update_evictable(replacing.key)
-                return False
-            self._drop(self._entries[victim].node)
-            self._remember_evicted(victim)
+                raise AssertionError("the books promised room that is not there")
+            node = self._entries[victim].node
+            self._drop(node)
+            self._counts["evicted_chunks"] += 1
+            self._evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
         return True
 
-    def _drop(self, node: TreeNode) -> _Entry:
+    def _drop(self, node: TreeNode) -> StoreEntry:
         """Take a chunk out of tree and books."""
-        entry = self._entries.pop(node.key)
+        entry = self._entries[node.key]
+        if entry.shields:  # pins: they move along
+            self._shield(node.key, -entry.shields)
+        del self._entries[node.key]
         parent = node.parent
         prefix_tree.remove(node)
         self._tier.forget(node.key)
@@ -369,18 +378,12 @@ class KVCacheManager:
             self._update_evictable(parent.key)
         return entry
 
-    def _remember_evicted(self, key: str) -> None:
-        self._counts["evicted_chunks"] += 1
-        self._ghosts[key] = None
-        if len(self._ghosts) > _MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
-
     def clear(self) -> None:
         """Forget everything that nobody holds or pinned; counters stay."""
         with self._lock:
             while (victim := self._tier.next_victim()) is not None:
                 self._drop(self._entries[victim].node)
-            self._ghosts.clear()
+            self._evicted.clear()
             self._prune_roots()
 
     def pin(self, tokens: TokenIds | np.ndarray, namespace: Namespace = ROOT) -> int:
@@ -394,10 +397,12 @@ class KVCacheManager:
     def _change_pins(self, tokens: TokenIds | np.ndarray, namespace: Namespace, change: int) -> int:
         with self._lock:
             match = self.match_prefix(tokens, namespace)
-            for found in match.matches:
-                entry = self._entries[found.chunk.chunk_id]
-                entry.pins = max(0, entry.pins + change)
-                self._update_evictable(found.chunk.chunk_id)
+            if match.matches:
+                key = match.matches[-1].chunk.chunk_id
+                entry = self._entries[key]
+                change = max(change, -entry.pins)
+                entry.pins += change
+                self._shield(key, change)
             return match.length
 
     # --- small helpers, all under the lock ---------------------------------------------------
@@ -413,31 +418,45 @@ class KVCacheManager:
             for key in [key for key, root in self._roots.items() if not root.children]:
                 del self._roots[key], self._namespaces[key]
 
-    def _end_storing(self, held: Sequence[str]) -> None:
+    def _end_storing(self, held: TreeNode) -> None:
         with self._lock:
             self._num_storing -= 1
-            for key in held:
-                self._entries[key].readers -= 1
-                self._update_evictable(key)
+            self._unhold(held.key)
             if len(self._roots) > _MAX_EMPTY_ROOTS:
                 self._prune_roots()
 
     def _match_of(self, node: TreeNode, end: int) -> ChunkMatch:
         return ChunkMatch(self._entries[node.key].chunk, node.start, end)
 
-    def _hold(self, keys: Sequence[str]) -> None:
-        for key in keys:
+    def _hold(self, key: str) -> None:
+        """Keep a chunk, and so all before it, from eviction. A root needs no hold."""
+        if key in self._entries:
             self._entries[key].readers += 1
-            self._update_evictable(key)
+            self._shield(key, 1)
 
-    def _hold_path(self, node: TreeNode) -> list[str]:
-        keys: list[str] = []
-        current: TreeNode | None = node
-        while current is not None and not current.is_root:
-            keys.append(current.key)
-            current = current.parent
-        self._hold(keys)
-        return keys
+    def _unhold(self, key: str) -> None:
+        if key in self._entries:
+            self._entries[key].readers -= 1
+            self._shield(key, -1)
+
+    def _shield(self, key: str, change: int) -> None:
+        """Book readers and pins on a chunk and on all chunks before it."""
+        node: TreeNode | None = self._entries[key].node
+        while node is not None and not node.is_root:
+            entry = self._entries[node.key]
+            before, entry.shields = entry.shields, entry.shields + change
+            if (before > 0) != (entry.shields > 0):
+                sign = 1 if entry.shields else -1
+                self._tier.keep(sign * entry.size_bytes, sign)
+                self._update_evictable(node.key)
+            node = node.parent
+
+    @staticmethod
+    def _depth(node: TreeNode) -> int:
+        depth, current = 0, node
+        while current.parent is not None:
+            depth, current = depth + 1, current.parent
+        return depth
 
     def _touch(self, key: str) -> None:
         entry = self._entries.get(key)
@@ -456,42 +475,7 @@ class KVCacheManager:
         return False
 
     def _why_missing(self, raw: bytes, namespace: Namespace, walk: prefix_tree.Walk | None) -> str:
-        """Why the tokens after the match were not found."""
-        at = walk.length if walk is not None else 0
-        if walk is not None and walk.nearest is not None and walk.length * TOKEN_BYTES < len(raw):
-            known, common = walk.nearest, walk.partial_tokens
-            if common * TOKEN_BYTES < len(known.tokens) and (common or walk.path):
-                expected = int.from_bytes(known.tokens[common * TOKEN_BYTES :][:TOKEN_BYTES], "little")
-                got = int.from_bytes(raw[at * TOKEN_BYTES :][:TOKEN_BYTES], "little")
-                if not self._is_ghost(raw, walk):
-                    return f"diverged at token {at}: expected {expected}, got {got}"
-        if walk is not None and self._is_ghost(raw, walk):
-            return "evicted"
-        if walk is None and self._is_ghost_at_root(raw, namespace):
-            return "evicted"
-        if at == 0 and self._known_elsewhere(raw, namespace):
-            return "other namespace"
-        return "never stored"
-
-    def _is_ghost(self, raw: bytes, walk: prefix_tree.Walk) -> bool:
-        """Whether the chunk that would follow the whole nodes of `walk` was evicted."""
-        start = walk.node.end * TOKEN_BYTES
-        span = raw[start : start + self.chunk_size * TOKEN_BYTES]
-        return chained_hash_from_bytes(span, walk.node.key) in self._ghosts
-
-    def _is_ghost_at_root(self, raw: bytes, namespace: Namespace) -> bool:
-        span = raw[: self.chunk_size * TOKEN_BYTES]
-        return chained_hash_from_bytes(span, namespace.key) in self._ghosts
-
-    def _known_elsewhere(self, raw: bytes, namespace: Namespace) -> bool:
-        """Whether another model or encoding of the same salt holds the start of this text."""
-        for key, root in self._roots.items():
-            other = self._namespaces[key]
-            if other.family == namespace.family or other.salt != namespace.salt:
-                continue  # the same text under another salt is nobody's business
-            if prefix_tree.walk(root, raw).length > 0:
-                return True
-        return False
+        return why_missing(raw, namespace, walk, self._evicted, self._roots, self._namespaces)
 
     # --- accounts ----------------------------------------------------------------------------
 
@@ -507,7 +491,7 @@ class KVCacheManager:
                 "bytes": self._tier.used_bytes,
                 "max_chunks": self._tier.max_entries,
                 "max_bytes": self._tier.max_bytes,
-                "pinned_chunks": sum(entry.pins > 0 for entry in self._entries.values()),
+                "pinned_chunks": self._num_pinned(),
                 "requests": self._counts["requests"],
                 "hits": {"exact": self._counts["exact_hits"]},
                 "prompt_tokens": self._counts["prompt_tokens"],
@@ -522,50 +506,20 @@ class KVCacheManager:
                 },
             }
 
+    def _num_pinned(self) -> int:
+        """Chunks that a pin keeps: the pinned ones and all before them."""
+        kept: set[str] = set()
+        for entry in self._entries.values():
+            node: TreeNode | None = entry.node if entry.pins else None
+            while node is not None and not node.is_root and node.key not in kept:
+                kept.add(node.key)
+                node = node.parent
+        return len(kept)
+
     def check_integrity(self) -> None:
         """Raise AssertionError where tree, entries and books disagree. For tests."""
         with self._lock:
-            seen: set[str] = set()
-            storages: dict[int, int] = {}
-            stack = list(self._roots.values())
-            while stack:
-                node = stack.pop()
-                if [child.tokens for child in node.children] != node.child_tokens:
-                    raise AssertionError("children and their token bytes differ")
-                if node.child_tokens != sorted(node.child_tokens):
-                    raise AssertionError("children are not sorted")
-                stack.extend(node.children)
-                if node.is_root:
-                    continue
-                seen.add(node.key)
-                entry = self._entries[node.key]
-                self._check_entry(entry, node)
-                for part in entry.chunk.packed or ():
-                    storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-            if seen != set(self._entries):
-                raise AssertionError("entries and tree nodes differ")
-            held = sum(entry.size_bytes for entry in self._entries.values())
-            if not self._reserved and (held, len(seen)) != (self._tier.used_bytes, self._tier.used_entries):
-                raise AssertionError(f"books say {self._tier.used_bytes} bytes, entries hold {held}")
-            if sum(storages.values()) != held:
-                raise AssertionError(f"tensors keep {sum(storages.values())} bytes alive, entries say {held}")
-            if not self._tier.fits(0, 0):
-                raise AssertionError("the budget is exceeded")
-
-    def _check_entry(self, entry: _Entry, node: TreeNode) -> None:
-        if entry.node is not node or token_bytes(entry.chunk.token_ids) != node.tokens:
-            raise AssertionError(f"chunk {node.key[:8]} has other tokens than its node")
-        if entry.readers < 0 or entry.pins < 0:
-            raise AssertionError(f"chunk {node.key[:8]} has a negative count")
-        if entry.is_evictable != (node.key in self._tier.evictable()):
-            raise AssertionError(f"chunk {node.key[:8]} is wrongly evictable or not")
-        if any(not isinstance(part, torch.Tensor) for part in entry.chunk.packed or ()):
-            raise AssertionError(f"chunk {node.key[:8]} holds no tensors")
-
-
-def _reason_kind(reason: str) -> str:
-    """The reason without its particulars: `diverged at token 7: ...` is `diverged`."""
-    return reason.split(":")[0].split(" at token ")[0]
+            store_audit.check(self._roots.values(), self._entries, self._tier, pending=bool(self._reserved))
 
 
 def _new_chunk(

@@ -227,12 +227,12 @@ def _feeding_only_new_tokens(model: Any, cache: Cache | None, options: Generatio
         yield
         return
     own = model.prepare_inputs_for_generation
-    held: Any = cache
+    held_tokens = cache.get_seq_length
 
     @functools.wraps(own)
     def prepare(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("past_key_values") is held and kwargs.get("next_sequence_length") is None:
-            kwargs["next_sequence_length"] = input_ids.shape[1] - held.get_seq_length()
+        if kwargs.get("past_key_values") is cache and kwargs.get("next_sequence_length") is None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - held_tokens()
         return own(input_ids, *args, **kwargs)
 
     model.prepare_inputs_for_generation = prepare

@@ -61,14 +61,23 @@ def ensure_checkpoint() -> Path:
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _convert(gguf, work)
-        try:
-            os.rename(work, target)
-        except OSError:
-            if not (target / _COMPLETE_MARK).is_file():
-                raise
+        _move_into_place(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def _move_into_place(work: Path, target: Path) -> None:
+    """Rename `work` to `target`; a complete one that is there by now stays, another goes."""
+    try:
+        os.rename(work, target)
+    except OSError:
+        if (target / _COMPLETE_MARK).is_file():
+            return
+        aside = work.with_name(f"{work.name}.old")
+        os.rename(target, aside)
+        os.rename(work, target)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

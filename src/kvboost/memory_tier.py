@@ -18,6 +18,8 @@ class MemoryTier:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self.used_entries = 0
+        self.kept_bytes = 0  # of what is used: must not be evicted now
+        self.kept_entries = 0
         self._level = 0
         self._clock = 0
         self._ranks: dict[str, tuple[int, int]] = {}  # every entry: (level + uses, last use)
@@ -29,6 +31,12 @@ class MemoryTier:
         if self.max_bytes is not None and self.used_bytes + size_bytes > self.max_bytes:
             return False
         return self.max_entries is None or self.used_entries + entries <= self.max_entries
+
+    def could_fit(self, size_bytes: int, entries: int = 1) -> bool:
+        """Whether it would fit if all that may go were evicted."""
+        if self.max_bytes is not None and self.kept_bytes + size_bytes > self.max_bytes:
+            return False
+        return self.max_entries is None or self.kept_entries + entries <= self.max_entries
 
     def could_ever_fit(self, size_bytes: int) -> bool:
         """Whether it would fit into an empty tier."""
@@ -47,6 +55,11 @@ class MemoryTier:
         """Give back what was charged."""
         self.used_bytes -= size_bytes
         self.used_entries -= entries
+
+    def keep(self, size_bytes: int, entries: int = 1) -> None:
+        """Count used bytes as such that must stay for now; negative numbers let them go again."""
+        self.kept_bytes += size_bytes
+        self.kept_entries += entries
 
     def touch(self, entry: str, uses: int) -> None:
         """Rank `entry`, used `uses` times by now, as used just now."""

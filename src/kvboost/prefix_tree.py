@@ -8,7 +8,7 @@ thousand continuations. Knows tokens and keys only, no KV, no budget and no lock
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,19 +80,46 @@ def common_tokens(left: bytes, right: bytes) -> int:
     return int(np.argmax(a != b))
 
 
-def walk(root: TreeNode, tokens: bytes) -> Walk:
-    """Follow `tokens` from `root` as far as they are known. Changes nothing."""
+def walk(start: TreeNode, tokens: bytes) -> Walk:
+    """Follow `tokens` from `start` as far as any chain of nodes knows them. Changes nothing.
+
+    `tokens` are those of the whole text, from its first token on.
+    """
     path: list[TreeNode] = []
-    node = root
-    position = 0
+    node = start
     while True:
-        child, common = best_child(node, tokens[position : position + node.longest_child])
-        if child is None or common * TOKEN_BYTES < len(child.tokens):
-            partial = child if common else None
-            return Walk(root, tuple(path), partial, common, child)
-        path.append(child)
-        position += len(child.tokens)
-        node = child
+        first = node.end * TOKEN_BYTES
+        rest = tokens[first : first + node.longest_child]
+        whole = whole_children(node, rest)
+        near, common = best_child(node, rest)
+        if len(whole) == 1 and common * TOKEN_BYTES <= len(whole[0].tokens):
+            node = whole[0]
+            path.append(node)
+            continue
+        ways = [_joined(start, path, child, walk(child, tokens)) for child in whole]
+        ways.append(Walk(start, tuple(path), near if common else None, common, near))
+        return max(ways, key=lambda way: way.length)
+
+
+def _joined(start: TreeNode, path: list[TreeNode], child: TreeNode, rest: Walk) -> Walk:
+    """The walk along `path` to `child` and on from there."""
+    return Walk(start, (*path, child, *rest.path), rest.partial, rest.partial_tokens, rest.nearest)
+
+
+def whole_children(node: TreeNode, tokens: bytes) -> list[TreeNode]:
+    """The children whose tokens all stand at the start of `tokens`, the longest first."""
+    found: list[TreeNode] = []
+    while tokens and node.children:
+        place = bisect_right(node.child_tokens, tokens) - 1
+        if place < 0:
+            break
+        candidate = node.child_tokens[place]
+        common = common_tokens(candidate, tokens) * TOKEN_BYTES
+        if common == len(candidate):
+            found.append(node.children[place])
+            common -= TOKEN_BYTES
+        tokens = tokens[:common]
+    return found
 
 
 def best_child(node: TreeNode, tokens: bytes) -> tuple[TreeNode | None, int]:

@@ -57,9 +57,16 @@ class PromptReader:
             ids, text = self._read_messages(_checked_messages(prompt), salt, warming)
         else:
             ids = self._checked_ids(prompt)
-            text = str(self._tokenizer.decode(ids)) if ids else ""
+            text = ""
         if not ids or (isinstance(prompt, str) and not prompt):
             raise InvalidRequestError("the prompt is empty; it needs at least one token")
+        if max(ids) >= self._vocab_size:
+            raise InvalidRequestError(
+                f"token id {max(ids)} is outside the model's vocabulary (0 to {self._vocab_size - 1}); "
+                "do tokenizer and model belong together?"
+            )
+        if not text:
+            text = str(self._tokenizer.decode(ids))
         return TokenizedPrompt(np.asarray(ids, dtype=np.int64), text)
 
     def remember_answer(self, text: str, token_ids: Sequence[int], salt: str) -> None:
@@ -109,11 +116,9 @@ class PromptReader:
                 "a prompt must be a string, a flat list of integer token ids, or a list of "
                 f'{{"role", "content"}} messages; got {type(prompt).__name__} of {values.dtype}'
             )
-        low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
+        if values.min() < 0:
             raise InvalidRequestError(
-                f"token id {wrong} is outside the model's vocabulary (0 to {self._vocab_size - 1})"
+                f"token id {values.min()} is outside the model's vocabulary (0 to {self._vocab_size - 1})"
             )
         ids: list[int] = values.tolist()
         return ids
@@ -176,9 +181,9 @@ class PromptReader:
         ids: list[int] = []
         rest, filled = marked, marked
         for index, answer in sorted(answers.items()):
-            before, mark, rest = rest.partition(marks[index])
-            if not mark:
-                return None
+            if marked.count(marks[index]) != 1:
+                return None  # left out or repeated
+            before, _, rest = rest.partition(marks[index])
             filled = filled.replace(marks[index], messages[index]["content"])
             ids += self._encode(before, add_special_tokens=False) if before else []
             ids += answer

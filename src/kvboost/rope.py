@@ -66,10 +66,11 @@ def reset_dynamic_frequencies(model: Any) -> None:
     other tokens the second time. Starting from the original ones makes a prompt's answer its own.
     """
     for module in _dynamic_modules(model):
-        for name in [name for name in vars(module) if name.endswith("original_inv_freq")]:
+        names = [*vars(module), *module._buffers]  # a plain attribute or a buffer, by version
+        for name in [name for name in names if name.endswith("original_inv_freq")]:
             prefix = name.removesuffix("original_inv_freq")
             current = getattr(module, f"{prefix}inv_freq")
-            original = getattr(module, name).to(current.device)
+            original = getattr(module, name).to(current.device).clone()
             module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
             if hasattr(module, f"{prefix}max_seq_len_cached"):
                 setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

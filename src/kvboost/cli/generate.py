@@ -71,13 +71,11 @@ def generate(
         "prompt": [{"role": "user", "content": text}] if chat else text,
         "max_new_tokens": max_new_tokens,
         "mode": mode,
+        "temperature": 1.0 if temperature is None else temperature,
         "do_sample": do_sample,
         "seed": seed,
     }
-    if temperature is not None:
-        request["temperature"] = temperature
-    console = None if as_json else Console(stderr=True)
-    with opened_engine(model, engine_options, console) as engine:
+    with opened_engine(model, engine_options, None if as_json else Console(stderr=True)) as engine:
         if as_json:
             result = engine.generate(**request)
             click.echo(json.dumps({"model": model, **dataclasses.asdict(result)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 
 import pytest
@@ -99,5 +100,5 @@ def test_json_is_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
         assert item["prompt_tokens"] > item["reused_tokens"] >= document["read_once_tokens"]
     chat = document["chat"]
     assert [turn["turn"] for turn in chat] == [1, 2, 3, 4]
-    for earlier, later in zip(chat, chat[1:], strict=False):
+    for earlier, later in itertools.pairwise(chat):
         assert later["reused_tokens"] >= earlier["prompt_tokens"]

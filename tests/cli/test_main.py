@@ -88,8 +88,6 @@ def test_cli_modules_import_nothing_heavy_at_the_top() -> None:
 
 
 def test_importing_kvboost_does_not_import_the_cli() -> None:
-    code = (
-        "import sys, kvboost; print(sorted(m for m in sys.modules if m.startswith(('kvboost.cli', 'click'))))"
-    )
+    code = "import sys, kvboost; print(sorted(m for m in sys.modules if m.startswith('kvboost.cli')))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "kvboost.cli" not in found.stdout
+    assert found.stdout == "[]\n"

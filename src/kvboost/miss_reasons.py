@@ -1,0 +1,112 @@
+"""Why tokens were not found: never stored, evicted, diverged, or stored for another model.
+
+Keeps a bounded memory of what was evicted. Knows the prefix tree, no KV and no budget.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+from kvboost import prefix_tree
+from kvboost.models import chained_hash_from_bytes
+from kvboost.namespace import Namespace
+from kvboost.prefix_tree import TOKEN_BYTES, TreeNode, Walk
+
+NEVER_STORED = "never stored"
+EVICTED = "evicted"
+OTHER_NAMESPACE = "other namespace"
+_MAX_REMEMBERED = 65_536
+
+
+class EvictedChunks:
+    """The keys of chunks evicted last, by the chunk that they followed."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[str, tuple[str, int]] = OrderedDict()  # key -> (parent key, bytes)
+        self._sizes: dict[str, dict[int, int]] = {}  # parent key -> {bytes: how many}
+
+    def remember(self, key: str, parent_key: str, size: int) -> None:
+        """Note that the chunk `key` of `size` token bytes under `parent_key` was evicted."""
+        self.forget(key)
+        self._keys[key] = (parent_key, size)
+        sizes = self._sizes.setdefault(parent_key, {})
+        sizes[size] = sizes.get(size, 0) + 1
+        if len(self._keys) > _MAX_REMEMBERED:
+            self.forget(next(iter(self._keys)))
+
+    def forget(self, key: str) -> None:
+        """It is stored again, or was never evicted."""
+        if key not in self._keys:
+            return
+        parent_key, size = self._keys.pop(key)
+        sizes = self._sizes[parent_key]
+        sizes[size] -= 1
+        if not sizes[size]:
+            del sizes[size]
+        if not sizes:
+            del self._sizes[parent_key]
+
+    def holds_start_of(self, rest: bytes, parent_key: str) -> bool:
+        """Whether a chunk that begins `rest` under `parent_key` was evicted."""
+        return any(
+            size <= len(rest) and chained_hash_from_bytes(rest[:size], parent_key) in self._keys
+            for size in self._sizes.get(parent_key, ())
+        )
+
+    def clear(self) -> None:
+        self._keys.clear()
+        self._sizes.clear()
+
+
+def why_missing(
+    tokens: bytes,
+    namespace: Namespace,
+    walk: Walk | None,
+    evicted: EvictedChunks,
+    roots: Mapping[str, TreeNode],
+    namespaces: Mapping[str, Namespace],
+) -> str:
+    """Why the tokens after what `walk` found were not found."""
+    whole = walk.node.end if walk is not None else 0
+    parent_key = walk.node.key if walk is not None else namespace.key
+    if evicted.holds_start_of(tokens[whole * TOKEN_BYTES :], parent_key):
+        return EVICTED
+    if walk is not None and (divergence := _divergence(tokens, walk)):
+        return divergence
+    found = walk.length if walk is not None else 0
+    if found == 0 and _known_elsewhere(tokens, namespace, roots, namespaces.values()):
+        return OTHER_NAMESPACE
+    return NEVER_STORED
+
+
+def _divergence(tokens: bytes, walk: Walk) -> str:
+    """Where and how the text leaves the stored text nearest to it, or nothing."""
+    near = walk.nearest
+    if near is None or walk.length == 0:
+        return ""
+    expected = _token_at(near.tokens, walk.partial_tokens)
+    got = _token_at(tokens, walk.length)
+    return f"diverged at token {walk.length}: expected {expected}, got {got}"
+
+
+def _token_at(tokens: bytes, index: int) -> int:
+    return int.from_bytes(tokens[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES], "little")
+
+
+def _known_elsewhere(
+    tokens: bytes, namespace: Namespace, roots: Mapping[str, TreeNode], others: Iterable[Namespace]
+) -> bool:
+    """Whether another model or encoding, under the same salt, holds the start of this text."""
+    return any(
+        # The same text under another salt is nobody's business.
+        other.family != namespace.family
+        and other.salt == namespace.salt
+        and prefix_tree.walk(roots[other.key], tokens).length > 0
+        for other in others
+    )
+
+
+def reason_kind(reason: str) -> str:
+    """The reason without its particulars: `diverged at token 7: ...` is `diverged`."""
+    return reason.split(":")[0].split(" at token ")[0]

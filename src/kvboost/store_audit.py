@@ -1,0 +1,87 @@
+"""An entry of the chunk store, and the check that tree, entries and books agree.
+
+The check is for tests: they run it after every scenario.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvboost.memory_tier import MemoryTier
+from kvboost.models import CachedChunk, token_bytes
+from kvboost.prefix_tree import TreeNode
+
+
+@dataclass
+class StoreEntry:
+    """A chunk with its node in the tree, its true size, and who needs it."""
+
+    chunk: CachedChunk
+    node: TreeNode
+    size_bytes: int
+    readers: int = 0
+    pins: int = 0
+    shields: int = 0  # readers and pins of this chunk and of all that follow it
+
+    @property
+    def is_evictable(self) -> bool:
+        return not (self.node.children or self.shields)
+
+
+def check(
+    roots: Iterable[TreeNode], entries: Mapping[str, StoreEntry], tier: MemoryTier, *, pending: bool
+) -> None:
+    """Raise AssertionError where something disagrees.
+
+    `pending` says that room is charged for chunks that are being made.
+    """
+    nodes = [node for root in roots for node in _below(root)]
+    if {node.key for node in nodes} != set(entries) or len(nodes) != len(entries):
+        raise AssertionError("entries and tree nodes differ")
+    storages: dict[int, int] = {}
+    evictable = tier.evictable()
+    for node in nodes:
+        entry = entries[node.key]
+        below = sum(entries[child.key].shields for child in node.children)
+        if entry.shields != entry.readers + entry.pins + below:
+            raise AssertionError(f"chunk {node.key[:8]} counts its shields wrongly")
+        _check_entry(entry, node, evictable=node.key in evictable)
+        for part in entry.chunk.packed or ():
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    held = sum(entry.size_bytes for entry in entries.values())
+    if not pending and (held, len(nodes)) != (tier.used_bytes, tier.used_entries):
+        raise AssertionError(f"books say {tier.used_bytes} bytes, entries hold {held}")
+    if sum(storages.values()) != held:
+        raise AssertionError(f"tensors keep {sum(storages.values())} bytes alive, entries say {held}")
+    if not tier.fits(0, 0):
+        raise AssertionError("the budget is exceeded")
+    shielded = [entry.size_bytes for entry in entries.values() if entry.shields]
+    if not pending and (sum(shielded), len(shielded)) != (tier.kept_bytes, tier.kept_entries):
+        raise AssertionError(f"books say {tier.kept_bytes} bytes must stay, entries say {sum(shielded)}")
+
+
+def _below(root: TreeNode) -> list[TreeNode]:
+    """All nodes under `root`; checks the order of children on the way."""
+    found: list[TreeNode] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if [child.tokens for child in node.children] != node.child_tokens:
+            raise AssertionError("children and their token bytes differ")
+        if node.child_tokens != sorted(set(node.child_tokens)):
+            raise AssertionError("children are not sorted, or two are the same")
+        found.extend(node.children)
+        stack.extend(node.children)
+    return found
+
+
+def _check_entry(entry: StoreEntry, node: TreeNode, *, evictable: bool) -> None:
+    if entry.node is not node or token_bytes(entry.chunk.token_ids) != node.tokens:
+        raise AssertionError(f"chunk {node.key[:8]} has other tokens than its node")
+    if entry.readers < 0 or entry.pins < 0:
+        raise AssertionError(f"chunk {node.key[:8]} has a negative count")
+    if entry.is_evictable != evictable:
+        raise AssertionError(f"chunk {node.key[:8]} is wrongly evictable or not")
+    if not entry.chunk.packed:
+        raise AssertionError(f"chunk {node.key[:8]} holds no tensors")

@@ -1,0 +1,140 @@
+"""What fails while storing must cost nothing but the chunk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost.arena import Packed
+from kvboost.cache_manager import ROOT, KVCacheManager
+from tests.unit.fake_kv import (
+    LAYOUT,
+    TOKEN_SIZE,
+    check_cover,
+    check_kv,
+    extractor,
+    past_of,
+    store,
+    user_chunk,
+)
+
+CHUNK = 4
+
+
+class DeviceGoneError(RuntimeError):
+    """Stands for whatever a copy from a device may raise."""
+
+
+def failing_at(tokens: Sequence[int], at: int, error: type[BaseException]) -> Callable[[int, int], Packed]:
+    """Extracts well until it reaches position `at`."""
+    extract = extractor(tokens)
+
+    def failing(start: int, end: int) -> Packed:
+        if end > at:
+            raise error
+        return extract(start, end)
+
+    return failing
+
+
+def length_of(manager: KVCacheManager, tokens: Sequence[int]) -> int:
+    match = manager.match_prefix(tokens)
+    check_cover(match.matches, match.length)
+    check_kv(match.matches, tokens)
+    return match.length
+
+
+@pytest.mark.parametrize("error", [DeviceGoneError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [0, 4, 8, 10])
+def test_an_extraction_that_fails_leaves_everything_before_it(at: int, error: type[BaseException]) -> None:
+    manager = KVCacheManager(None, 12 * TOKEN_SIZE, chunk_size=CHUNK)
+    tokens = list(range(11))
+    with pytest.raises(error):
+        manager.store_prefix(tokens, [4, 8, 11], LAYOUT, failing_at(tokens, at, error))
+    manager.check_integrity()
+    assert length_of(manager, tokens) == at - at % CHUNK
+    assert manager.stats()["bytes"] == (at - at % CHUNK) * TOKEN_SIZE
+    report = store(manager, tokens)
+    assert not report.refused
+    assert length_of(manager, tokens) == 11
+    manager.check_integrity()
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 12)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.one_of(st.none(), st.integers(1, 4)),
+)
+@settings(deadline=None, max_examples=60)
+def test_failures_at_any_point_keep_the_books_right(
+    stores: list[tuple[list[int], int]], max_chunks: int | None
+) -> None:
+    manager = KVCacheManager(max_chunks, 16 * TOKEN_SIZE, chunk_size=CHUNK)
+    for tokens, at in stores:
+        cuts = [*range(CHUNK, len(tokens), CHUNK), len(tokens)]
+        with contextlib.suppress(DeviceGoneError):
+            manager.store_prefix(tokens, cuts, LAYOUT, failing_at(tokens, at, DeviceGoneError))
+        manager.check_integrity()
+        length_of(manager, tokens)
+    manager.clear()
+    assert (len(manager), manager.stats()["bytes"]) == (0, 0), "nothing is left held or charged"
+
+
+def test_a_failure_while_a_pinned_tail_is_replaced_keeps_the_pin_on_the_rest() -> None:
+    """The tail may have made room already; what is before it stays pinned."""
+    manager = KVCacheManager(None, None, chunk_size=CHUNK)
+    tokens = list(range(8))
+    store(manager, tokens[:6])
+    manager.pin(tokens[:6])
+    with pytest.raises(DeviceGoneError):
+        manager.store_prefix(tokens, [4, 8], LAYOUT, failing_at(tokens, 6, DeviceGoneError))
+    manager.check_integrity()
+    assert length_of(manager, tokens) >= 4
+    assert manager.stats()["pinned_chunks"] >= 1
+    manager.unpin(tokens[:6])
+    assert manager.stats()["pinned_chunks"] == 0
+    manager.clear()
+    assert len(manager) == 0
+
+
+def test_a_text_that_cannot_be_decoded_costs_only_its_chunk() -> None:
+    manager = KVCacheManager(None, None, chunk_size=CHUNK)
+
+    def text_of(ids: Sequence[int]) -> str:
+        if 5 in ids:
+            raise UnicodeError("no such text")
+        return ""
+
+    with pytest.raises(UnicodeError):
+        manager.store_prefix(range(12), [4, 8, 12], LAYOUT, extractor(range(12)), ROOT, text_of=text_of)
+    manager.check_integrity()
+    assert length_of(manager, range(12)) == 4
+
+
+def test_a_chunk_that_cannot_be_copied_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = KVCacheManager(2, None, chunk_size=CHUNK)
+    chunk = user_chunk(range(4), 0, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(LAYOUT), "pack", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            manager.store(chunk)
+    manager.check_integrity()
+    assert len(manager) == 0
+    assert manager.store(chunk)
+    assert length_of(manager, range(4)) == 4
+
+
+def test_buffers_of_another_size_than_charged_are_noticed() -> None:
+    """The books rely on extract giving what was asked for; the integrity check proves it did."""
+    manager = KVCacheManager(None, None, chunk_size=CHUNK)
+    too_long = LAYOUT.pack(past_of(range(9), 0, 9))
+    manager.store_prefix(range(4), [4], LAYOUT, lambda *_: too_long)
+    with pytest.raises(AssertionError, match="bytes"):
+        manager.check_integrity()
