@@ -12,7 +12,7 @@ import inspect
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,11 +38,11 @@ from kvboost.prepared import PreparedPrompt
 from kvboost.prompt_assembler import PromptAssembler, ReusePlan
 from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
 from kvboost.selftest import check_exactness
+from kvboost.settings import EngineSettings, choice
 from kvboost.stream import TextStream
 from kvboost.workspace import Workspace
 
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
-_Choice = TypeVar("_Choice", GenerationMode, RecomputeStrategy)
 
 
 class Request:
@@ -95,13 +95,21 @@ class InferenceEngine:
         prefill_block: int | None = None,
         strict: bool = True,
     ) -> None:
-        self._check_settings(recompute_overlap, recompute_ratio, kv_cache_bits, disk_cache_dir, cache_device)
-        if prefill_block is not None and prefill_block < 1:
-            raise InvalidRequestError(f"prefill_block must be None or at least 1, got {prefill_block}")
-        if bit_exact and chunk_boundary_window:
-            raise InvalidRequestError("bit_exact needs blocks of equal size: set chunk_boundary_window to 0")
-        self.chunk_registry = ChunkRegistry(chunk_size, boundary_window=chunk_boundary_window)
-        self.recompute_strategy = _choice(RecomputeStrategy, "recompute_strategy", recompute_strategy)
+        settings = EngineSettings(
+            chunk_size=chunk_size,
+            max_chunks=max_chunks,
+            recompute_overlap=recompute_overlap,
+            recompute_strategy=recompute_strategy,
+            recompute_ratio=recompute_ratio,
+            kv_cache_bits=kv_cache_bits,
+            disk_cache_dir=disk_cache_dir,
+            chunk_boundary_window=chunk_boundary_window,
+            max_cache_bytes=max_cache_bytes,
+            cache_device=cache_device,
+            bit_exact=bit_exact,
+            cache_salt=cache_salt,
+            prefill_block=prefill_block,
+        )
         check_model_compatibility(model, strict=strict)
         if (reason := structural_refusal(model)) is not None:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
@@ -109,11 +117,11 @@ class InferenceEngine:
             model.to(device)
         self.model = model
         self.tokenizer = tokenizer
+        self.settings = settings
         self.chunk_size = chunk_size
         self.bit_exact = bit_exact
-        self.cache_salt = cache_salt
-        self.cache_device = cache_device
-        self._block = chunk_size if bit_exact else prefill_block
+        self.chunk_registry = ChunkRegistry(chunk_size, boundary_window=chunk_boundary_window)
+        self._block = settings.block
         with decode.model_lock(model):
             self.layout = probe_layout(model)
             check_exactness(model, self.layout)
@@ -132,7 +140,7 @@ class InferenceEngine:
             if self.chunk_registry.needs_boundaries
             else None
         )
-        self._namespaces = NamespaceTracker(model, self._encoding(kv_cache_bits))
+        self._namespaces = NamespaceTracker(model, self._encoding())
         self._namespaces.current(cache_salt)  # check the weights over now, not in the first request
 
     @classmethod
@@ -148,6 +156,7 @@ class InferenceEngine:
         known = set(inspect.signature(cls.__init__).parameters) - {"self", "model", "tokenizer", "strict"}
         load_options, engine_options = loading.split_options(kwargs, known)
         device = engine_options.pop("device", None)
+        EngineSettings(**engine_options)  # a bad option is said before the model is loaded
         model, tokenizer = loading.load(model_name, load_options)
         if "device_map" not in load_options:
             engine_options["device"] = device if device is not None else choose_device()
@@ -326,7 +335,7 @@ class InferenceEngine:
     def _store(
         self, ids: np.ndarray, arena: Arena, namespace: Namespace, position_offset: int = 0
     ) -> StoreReport:
-        device = torch.device("cpu") if self.cache_device == "cpu" else None
+        device = torch.device("cpu") if self.settings.cache_device == "cpu" else None
         cuts = self.chunk_registry.cuts(ids.tolist(), boundary_tokens=self._boundary_tokens)
         try:
             return self.cache_manager.store_prefix(
@@ -425,7 +434,7 @@ class InferenceEngine:
         options: dict[str, Any],
     ) -> Request:
         started = time.perf_counter()
-        checked_mode = _choice(GenerationMode, "mode", mode)
+        checked_mode = choice(GenerationMode, "mode", mode)
         checked = decode.read_options(self.model, max_new_tokens, temperature, do_sample, seed, options)
         tokens = self._reader.read(prompt, self._salt(cache_salt))
         needed = len(tokens) + max_new_tokens
@@ -442,40 +451,20 @@ class InferenceEngine:
                 f"the model has {self._max_positions}"
             )
 
-    def _check_settings(
-        self,
-        recompute_overlap: int,
-        recompute_ratio: float | str,
-        kv_cache_bits: int | str | None,
-        disk_cache_dir: str | None,
-        cache_device: str,
-    ) -> None:
-        if recompute_overlap < 0:
-            raise InvalidRequestError(f"recompute_overlap must be at least 0, got {recompute_overlap}")
-        if not isinstance(recompute_ratio, (int, float)) or not 0 <= recompute_ratio <= 1:
-            raise InvalidRequestError(f"recompute_ratio must be from 0 to 1, got {recompute_ratio!r}")
-        if kv_cache_bits not in (16, None):
-            raise InvalidRequestError(
-                f"kv_cache_bits must be 16 or None in this version, got {kv_cache_bits!r}"
-            )
-        if disk_cache_dir is not None:
-            raise InvalidRequestError("disk_cache_dir is not available in this version; leave it out")
-        if cache_device not in ("cpu", "model"):
-            raise InvalidRequestError(f'cache_device must be "cpu" or "model", got {cache_device!r}')
-
-    def _encoding(self, kv_cache_bits: int | str | None) -> dict[str, Any]:
+    def _encoding(self) -> dict[str, Any]:
         """The settings that change stored KV."""
-        settings: dict[str, Any] = {"kv_cache_bits": kv_cache_bits or 16, "bit_exact": self.bit_exact}
+        encoding: dict[str, Any] = {
+            "kv_cache_bits": self.settings.kv_cache_bits or 16,
+            "bit_exact": self.bit_exact,
+        }
         if self.bit_exact:
-            settings |= {
-                "block": self.chunk_size,
-                "torch": torch.__version__,
-                "threads": torch.get_num_threads(),
-            }
-        return settings
+            encoding["block"] = self.chunk_size
+            encoding["torch"] = torch.__version__
+            encoding["threads"] = torch.get_num_threads()
+        return encoding
 
     def _salt(self, cache_salt: str | None) -> str:
-        return self.cache_salt if cache_salt is None else cache_salt
+        return self.settings.cache_salt if cache_salt is None else cache_salt
 
     def _is_gated(self, request: Request) -> bool:
         needed = len(request.prompt) + request.options.max_new_tokens
@@ -511,15 +500,6 @@ class InferenceEngine:
             spans=spans,
             finish_reason=decoded.finish_reason,
         )
-
-
-def _choice(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
-    """The member of an enum that `value` names."""
-    try:
-        return kind(value)
-    except ValueError as error:
-        choices = ", ".join(repr(member.value) for member in kind)
-        raise InvalidRequestError(f"{name} must be one of {choices}; got {value!r}") from error
 
 
 KVBoost = InferenceEngine

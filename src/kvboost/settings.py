@@ -1,0 +1,82 @@
+"""The engine's options, checked. Knows their names and limits, not what they do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from kvboost.errors import InvalidRequestError
+from kvboost.models import RecomputeStrategy
+
+_Choice = TypeVar("_Choice", bound=Enum)
+CACHE_DEVICES = ("cpu", "model")
+
+
+def choice(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
+    """The member of an enum that `value` names."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        choices = ", ".join(repr(member.value) for member in kind)
+        raise InvalidRequestError(f"{name} must be one of {choices}; got {value!r}") from error
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The constructor options of the engine that need neither model nor tokenizer to be checked."""
+
+    chunk_size: int = 128
+    max_chunks: int | None = 128
+    recompute_overlap: int = 16
+    recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.SELECTIVE
+    recompute_ratio: float | str = 0.15
+    kv_cache_bits: int | str | None = 16
+    disk_cache_dir: str | None = None
+    chunk_boundary_window: int = 0
+    max_cache_bytes: int | None = None
+    cache_device: str = "cpu"
+    bit_exact: bool = False
+    cache_salt: str = ""
+    prefill_block: int | None = None
+
+    def __post_init__(self) -> None:
+        choice(RecomputeStrategy, "recompute_strategy", self.recompute_strategy)
+        self._at_least("chunk_size", 1)
+        self._at_least("recompute_overlap", 0)
+        self._at_least("max_chunks", 0, or_none=True)
+        self._at_least("max_cache_bytes", 0, or_none=True)
+        self._at_least("prefill_block", 1, or_none=True)
+        ratio = self.recompute_ratio
+        if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise InvalidRequestError(f"recompute_ratio must be from 0 to 1, got {ratio!r}")
+        if self.kv_cache_bits not in (16, None):
+            raise InvalidRequestError(
+                f"kv_cache_bits must be 16 or None in this version, got {self.kv_cache_bits!r}"
+            )
+        if self.disk_cache_dir is not None:
+            raise InvalidRequestError("disk_cache_dir is not available in this version; leave it out")
+        if self.cache_device not in CACHE_DEVICES:
+            raise InvalidRequestError(f'cache_device must be "cpu" or "model", got {self.cache_device!r}')
+        if not isinstance(self.cache_salt, str):
+            raise InvalidRequestError(f"cache_salt must be text, got {self.cache_salt!r}")
+        if not 0 <= self.chunk_boundary_window < self.chunk_size:
+            raise InvalidRequestError(
+                f"chunk_boundary_window must be from 0 to chunk_size - 1 ({self.chunk_size - 1}), "
+                f"got {self.chunk_boundary_window}"
+            )
+        if self.bit_exact and self.chunk_boundary_window:
+            raise InvalidRequestError("bit_exact needs blocks of equal size: set chunk_boundary_window to 0")
+
+    def _at_least(self, name: str, least: int, *, or_none: bool = False) -> None:
+        value: Any = getattr(self, name)
+        if value is None and or_none:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            allowed = f"None or at least {least}" if or_none else f"at least {least}"
+            raise InvalidRequestError(f"{name} must be {allowed}, got {value!r}")
+
+    @property
+    def block(self) -> int | None:
+        """Tokens per forward of a prefill; None = as many as memory allows."""
+        return self.chunk_size if self.bit_exact else self.prefill_block
