@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvboost import prefix_tree, store_audit
 from kvboost.arena import KVLayout, Packed
 from kvboost.errors import InvalidRequestError
 from kvboost.memory_tier import MemoryTier
-from kvboost.miss_reasons import EvictedChunks, reason_kind, why_missing
+from kvboost.miss_reasons import EvictedChunks, divergence_of, reason_kind, why_missing
 from kvboost.models import (
     CachedChunk,
     TokenIds,
@@ -35,6 +36,7 @@ from kvboost.prefix_tree import TOKEN_BYTES, TreeNode
 from kvboost.store_audit import StoreEntry
 
 ROOT = Namespace(key="", family="", salt="")  # chains without a model, as the public hashes make them
+_MIN_MEASURED_TOKENS = 32  # fewer say more about overhead than about the speed of prefill
 _MAX_EMPTY_ROOTS = 1_024  # every salt has a root; those without chunks are dropped beyond this
 
 
@@ -50,6 +52,14 @@ class ChunkMatch:
 
 
 @dataclass(frozen=True)
+class StoredChunk:
+    """A chunk and the key of the namespace that it belongs to."""
+
+    namespace_key: str
+    chunk: CachedChunk
+
+
+@dataclass(frozen=True)
 class PrefixMatch:
     """The longest stored exact prefix of a prompt, and why it ends where it ends.
 
@@ -60,6 +70,7 @@ class PrefixMatch:
     length: int
     miss_reason: str
     held: str | None = None
+    divergence: tuple[int, int, int] | None = None  # at, expected token, got token
 
 
 @dataclass
@@ -93,6 +104,8 @@ class KVCacheManager:
         self._evicted = EvictedChunks()
         self._counts: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
+        self._prefill_tokens = 0
+        self._prefill_seconds = 0.0
         self._reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
         self._num_storing = 0
         self._lock = threading.RLock()
@@ -116,7 +129,7 @@ class KVCacheManager:
             if held is not None:
                 self._hold(held)
             reason = "" if walk.length * TOKEN_BYTES == len(raw) else self._why_missing(raw, namespace, walk)
-            return PrefixMatch(tuple(matches), walk.length, reason, held)
+            return PrefixMatch(tuple(matches), walk.length, reason, held, divergence_of(raw, walk))
 
     def release(self, match: PrefixMatch, *, used_tokens: int | None = None) -> None:
         """End the hold of `match`, and count its chunks as used (those within `used_tokens`)."""
@@ -142,15 +155,25 @@ class KVCacheManager:
             self._touch(key)
             return entry.chunk
 
-    def count_request(self, *, reused: int, total: int, reason: str) -> None:
-        """Book one request's outcome: `reused` of `total` tokens; why the rest was not."""
+    def count_request(
+        self, *, reused: int, total: int, reason: str, prefill_seconds: float | None = None
+    ) -> None:
+        """Book one request's outcome: `reused` of `total` tokens; why the rest was not, and its cost."""
         with self._lock:
+            if prefill_seconds is not None and total - reused >= _MIN_MEASURED_TOKENS:
+                self._prefill_tokens += total - reused
+                self._prefill_seconds += prefill_seconds
             self._counts["requests"] += 1
             self._counts["prompt_tokens"] += total
             self._counts["exact_tokens"] += reused
             self._counts["exact_hits"] += reused > 0
             if reason and not reason.startswith("computed"):
                 self._misses[reason_kind(reason)] += 1
+
+    def count_corrupt(self, chunks: int) -> None:
+        """Book chunks that were found damaged."""
+        with self._lock:
+            self._misses["corrupt"] += chunks
 
     def count_failure(self, reason: str) -> StoreReport:
         """Book a text that could not be stored."""
@@ -254,6 +277,55 @@ class KVCacheManager:
                     self._unhold(node.key)
             self._end_storing(parent)
         return node is not None or report.present > 0
+
+    @contextmanager
+    def exported(self, family: str) -> Iterator[list[StoredChunk]]:
+        """All chunks of a family, each after its parent, held until the block ends."""
+        with self._lock:
+            found: list[StoredChunk] = []
+            for key, root in self._roots.items():
+                if self._namespaces[key].family == family:
+                    found += [
+                        StoredChunk(key, self._entries[node.key].chunk) for node in prefix_tree.below(root)
+                    ]
+            for stored in found:
+                self._hold(stored.chunk.chunk_id)
+        try:
+            yield found
+        finally:
+            with self._lock:
+                for stored in found:
+                    self._unhold(stored.chunk.chunk_id)
+
+    def restore(self, stored: StoredChunk, layout: KVLayout, family: str) -> bool:
+        """Take in a chunk that was exported, with its own tensors; False where there is no room for it.
+
+        Nothing is evicted for it. Its parent must have been restored before it.
+        """
+        chunk, packed = stored.chunk, stored.chunk.packed
+        raw = token_bytes(chunk.token_ids)
+        with self._lock:
+            if stored.namespace_key not in self._namespaces:
+                # Whose salt it is, the file does not say: to everyone else it was never stored.
+                self._root(Namespace(stored.namespace_key, family, salt=f"\0{stored.namespace_key}"))
+            parent = self._roots[stored.namespace_key]
+            if chunk.parent_hash != stored.namespace_key:
+                if chunk.parent_hash not in self._entries:
+                    return False
+                parent = self._entries[chunk.parent_hash].node
+            if chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id or packed is None:
+                return False
+            near, common = prefix_tree.best_child(parent, raw)
+            if chunk.chunk_id in self._entries or (near is not None and common == chunk.length):
+                return True
+            if not self._tier.fits(chunk.length * layout.bytes_per_token):
+                return False
+            node = self._store_span(
+                parent, raw, layout, lambda _start, _end: packed, StoreReport(), given=chunk
+            )
+            if node is not None:
+                self._unhold(node.key)
+            return node is not None
 
     def _store_span(
         self,
@@ -410,7 +482,7 @@ class KVCacheManager:
     def _root(self, namespace: Namespace) -> TreeNode:
         if namespace.key not in self._roots:
             self._roots[namespace.key] = TreeNode(namespace.key, b"", None)
-            self._namespaces[namespace.key] = namespace
+        self._namespaces[namespace.key] = namespace
         return self._roots[namespace.key]
 
     def _prune_roots(self) -> None:
@@ -496,6 +568,8 @@ class KVCacheManager:
                 "hits": {"exact": self._counts["exact_hits"]},
                 "prompt_tokens": self._counts["prompt_tokens"],
                 "tokens_saved": self._counts["exact_tokens"],
+                "prefill_tokens_per_second": self._prefill_speed(),
+                "prefill_seconds_saved": self._prefill_seconds_saved(),
                 "misses": dict(self._misses),
                 "stored_chunks": self._counts["stored_chunks"],
                 "evicted_chunks": self._counts["evicted_chunks"],
@@ -505,6 +579,14 @@ class KVCacheManager:
                     if name.startswith("refused: ")
                 },
             }
+
+    def _prefill_speed(self) -> float | None:
+        return self._prefill_tokens / self._prefill_seconds if self._prefill_seconds else None
+
+    def _prefill_seconds_saved(self) -> float | None:
+        """Estimated from the prefill that was measured; None before any was."""
+        speed = self._prefill_speed()
+        return self._counts["exact_tokens"] / speed if speed else None
 
     def _num_pinned(self) -> int:
         """Chunks that a pin keeps: the pinned ones and all before them."""

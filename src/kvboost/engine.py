@@ -9,21 +9,24 @@ placing the assembler's, running the model decode's; this module only joins them
 from __future__ import annotations
 
 import inspect
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from kvboost import decode, loading, rope
+from kvboost import decode, loading, rope, snapshot
 from kvboost.arena import Arena, probe_layout
 from kvboost.cache_manager import KVCacheManager, StoreReport
 from kvboost.chunk_registry import ChunkRegistry, boundary_token_ids
 from kvboost.compat import check_model_compatibility, choose_device, structural_refusal, text_config
 from kvboost.decode import Decoded, GenerationOptions, Watch
 from kvboost.errors import InvalidRequestError, UnsupportedModelError
+from kvboost.explain import Explanation, explain_spans
 from kvboost.models import (
     AssemblyMode,
     GenerationMode,
@@ -227,9 +230,15 @@ class InferenceEngine:
         ids = request.token_ids
         with self._assembler.planned(ids, request.namespace, limit=len(ids) - 1) as plan:
             arena = self._place(plan, request)
+        run_started = time.perf_counter()
         decoded = self._run(request, arena)
         self._store_answer(request, decoded, arena)
-        self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
+        self.cache_manager.count_request(
+            reused=plan.reused,
+            total=plan.total,
+            reason=plan.reason,
+            prefill_seconds=decoded.first_token_at - run_started,
+        )
         return self._result(request, decoded, plan.spans)
 
     def _place(self, plan: ReusePlan, request: Request) -> Arena:
@@ -396,11 +405,70 @@ class InferenceEngine:
             self._reader.remember_answer(self._reader.decode(answer), answer, prepared.namespace.salt)
         return self._store(ids, prepared.arena, prepared.namespace)
 
+    # --- why, and why not --------------------------------------------------------------------
+
+    def explain(
+        self, prompt: Prompt, max_new_tokens: int = 64, *, cache_salt: str | None = None
+    ) -> Explanation:
+        """What would be reused of `prompt`, span by span, and why the rest would not. Changes nothing."""
+        salt = self._salt(cache_salt)
+        tokens = self._reader.read(prompt, salt)
+        ids = tokens.token_ids
+        if self._exact_range is not None and len(ids) + max_new_tokens > self._exact_range:
+            spans: tuple[Span, ...] = (Span(0, len(ids), Origin.LIVE, rope.GATED_REASON),)
+            return explain_spans(spans, ids.tolist(), self.tokenizer.decode, lambda _key: None, None)
+        plan = self._assembler.plan(ids, self._namespaces.current(salt), limit=len(ids) - 1)
+        donors = {piece.chunk.chunk_id: piece.chunk for piece in plan.pieces}
+
+        def donor_of(key: str) -> tuple[tuple[int, int], int]:
+            chunk = donors[key]
+            return (chunk.position_start, chunk.position_end), chunk.access_count
+
+        return explain_spans(plan.spans, ids.tolist(), self.tokenizer.decode, donor_of, plan.match.divergence)
+
     # --- the cache ---------------------------------------------------------------------------
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counters of the cache at this moment."""
         return {**self.cache_manager.stats(), "workspace_bytes": self._workspace.nbytes}
+
+    def pin(self, text: Prompt, *, cache_salt: str | None = None) -> int:
+        """Keep what is stored of `text` from eviction; returns how many of its tokens that are."""
+        return self._change_pin(self.cache_manager.pin, text, cache_salt)
+
+    def unpin(self, text: Prompt, *, cache_salt: str | None = None) -> int:
+        """Take one pin of `text` back; returns how many of its tokens are stored."""
+        return self._change_pin(self.cache_manager.unpin, text, cache_salt)
+
+    def _change_pin(
+        self, change: Callable[[np.ndarray, Namespace], int], text: Prompt, cache_salt: str | None
+    ) -> int:
+        salt = self._salt(cache_salt)
+        tokens = self._reader.read(text, salt, warming=True)
+        return change(tokens.token_ids, self._namespaces.current(salt))
+
+    def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> int:
+        """Write the whole cache to the folder `path`; returns the number of chunks.
+
+        A save that is cut off leaves the one before it. `progress=None` shows a bar on a terminal.
+        """
+        family = self._namespaces.current("").family
+        return snapshot.save(
+            Path(path), self.cache_manager, self.layout, family, self._model_name(), progress=progress
+        )
+
+    def load(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> snapshot.LoadReport:
+        """Add the chunks saved in the folder `path`, as far as they fit, evicting nothing.
+
+        A cache of another model or encoding is refused; damaged chunks are left out and counted.
+        """
+        family = self._namespaces.current("").family
+        return snapshot.load(
+            Path(path), self.cache_manager, self.layout, family, self._model_name(), progress=progress
+        )
+
+    def _model_name(self) -> str:
+        return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
 
     def clear(self) -> None:
         """Forget all cached text that is not pinned, and remembered answers."""

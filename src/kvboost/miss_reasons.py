@@ -72,22 +72,20 @@ def why_missing(
     parent_key = walk.node.key if walk is not None else namespace.key
     if evicted.holds_start_of(tokens[whole * TOKEN_BYTES :], parent_key):
         return EVICTED
-    if walk is not None and (divergence := _divergence(tokens, walk)):
-        return divergence
+    if walk is not None and (divergence := divergence_of(tokens, walk)) is not None:
+        return "diverged at token {}: expected {}, got {}".format(*divergence)
     found = walk.length if walk is not None else 0
     if found == 0 and _known_elsewhere(tokens, namespace, roots, namespaces.values()):
         return OTHER_NAMESPACE
     return NEVER_STORED
 
 
-def _divergence(tokens: bytes, walk: Walk) -> str:
-    """Where and how the text leaves the stored text nearest to it, or nothing."""
+def divergence_of(tokens: bytes, walk: Walk) -> tuple[int, int, int] | None:
+    """Where the text leaves the stored text nearest to it: at, expected token, got token."""
     near = walk.nearest
-    if near is None or walk.length == 0:
-        return ""
-    expected = _token_at(near.tokens, walk.partial_tokens)
-    got = _token_at(tokens, walk.length)
-    return f"diverged at token {walk.length}: expected {expected}, got {got}"
+    if near is None or walk.length == 0 or walk.length * TOKEN_BYTES >= len(tokens):
+        return None
+    return walk.length, _token_at(near.tokens, walk.partial_tokens), _token_at(tokens, walk.length)
 
 
 def _token_at(tokens: bytes, index: int) -> int:

@@ -161,3 +161,14 @@ def remove(node: TreeNode) -> None:
     del siblings.children[place]
     if not siblings.children:
         siblings.longest_child = 0
+
+
+def below(root: TreeNode) -> list[TreeNode]:
+    """All nodes under `root`, each after its parent."""
+    found: list[TreeNode] = []
+    waiting = list(root.children)
+    while waiting:
+        node = waiting.pop()
+        found.append(node)
+        waiting.extend(node.children)
+    return found

@@ -72,6 +72,10 @@ class PromptAssembler:
         finally:
             self._manager.release(match, used_tokens=plan.reused)
 
+    def plan(self, token_ids: np.ndarray, namespace: Namespace, limit: int) -> ReusePlan:
+        """What could be reused among the first `limit` tokens. Changes nothing."""
+        return self._plan_of(self._manager.match_prefix(token_ids, namespace), len(token_ids), limit)
+
     def _plan_of(self, match: PrefixMatch, total: int, limit: int) -> ReusePlan:
         reused = min(match.length, limit)
         if self._whole_chunks_of is not None:

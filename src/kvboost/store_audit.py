@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvboost.memory_tier import MemoryTier
 from kvboost.models import CachedChunk, token_bytes
-from kvboost.prefix_tree import TreeNode
+from kvboost.prefix_tree import TreeNode, below
 
 
 @dataclass
@@ -36,15 +36,18 @@ def check(
 
     `pending` says that room is charged for chunks that are being made.
     """
-    nodes = [node for root in roots for node in _below(root)]
+    trees = list(roots)
+    nodes = [node for root in trees for node in below(root)]
+    for node in [*trees, *nodes]:
+        _check_order(node)
     if {node.key for node in nodes} != set(entries) or len(nodes) != len(entries):
         raise AssertionError("entries and tree nodes differ")
     storages: dict[int, int] = {}
     evictable = tier.evictable()
     for node in nodes:
         entry = entries[node.key]
-        below = sum(entries[child.key].shields for child in node.children)
-        if entry.shields != entry.readers + entry.pins + below:
+        later = sum(entries[child.key].shields for child in node.children)
+        if entry.shields != entry.readers + entry.pins + later:
             raise AssertionError(f"chunk {node.key[:8]} counts its shields wrongly")
         _check_entry(entry, node, evictable=node.key in evictable)
         for part in entry.chunk.packed or ():
@@ -61,19 +64,11 @@ def check(
         raise AssertionError(f"books say {tier.kept_bytes} bytes must stay, entries say {sum(shielded)}")
 
 
-def _below(root: TreeNode) -> list[TreeNode]:
-    """All nodes under `root`; checks the order of children on the way."""
-    found: list[TreeNode] = []
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if [child.tokens for child in node.children] != node.child_tokens:
-            raise AssertionError("children and their token bytes differ")
-        if node.child_tokens != sorted(set(node.child_tokens)):
-            raise AssertionError("children are not sorted, or two are the same")
-        found.extend(node.children)
-        stack.extend(node.children)
-    return found
+def _check_order(node: TreeNode) -> None:
+    if [child.tokens for child in node.children] != node.child_tokens:
+        raise AssertionError("children and their token bytes differ")
+    if node.child_tokens != sorted(set(node.child_tokens)):
+        raise AssertionError("children are not sorted, or two are the same")
 
 
 def _check_entry(entry: StoreEntry, node: TreeNode, *, evictable: bool) -> None:

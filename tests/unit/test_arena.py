@@ -271,17 +271,17 @@ def test_cropping_by_more_than_there_is_empties() -> None:
 
 
 def test_batch_changes_equal_dynamic_cache() -> None:
-    arena, dynamic = Arena(LAYOUT, 6), DynamicCache()
+    arena, dynamic = Arena(LAYOUT, 6, batch=2), DynamicCache()
     for cache in (arena, dynamic):
-        feed(cache, past(4))
-        cache.batch_repeat_interleave(3)
-        feed(cache, past(1, batch=3, seed=2))
+        feed(cache, past(4, batch=2))
+        cache.batch_repeat_interleave(2)
+        feed(cache, past(1, batch=4, seed=2))
     same(arena, dynamic)
     for cache in (arena, dynamic):
-        cache.reorder_cache(torch.tensor([2, 0, 0]))
+        cache.reorder_cache(torch.tensor([3, 0, 0, 2]))
     same(arena, dynamic)
     for cache in (arena, dynamic):
-        feed(cache, past(2, batch=3, seed=3))
+        feed(cache, past(2, batch=4, seed=3))
         cache.batch_select_indices(torch.tensor([1]))
     same(arena, dynamic)
     assert arena.batch == 1

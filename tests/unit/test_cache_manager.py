@@ -284,7 +284,8 @@ def test_positions_count_from_the_offset() -> None:
     manager.store_prefix(range(6), [4, 6], LAYOUT, extractor(range(6)), namespace, position_offset=100)
     chunks = [match.chunk for match in manager.find_matching_chunks(range(6), namespace)]
     assert [(chunk.position_start, chunk.position_end) for chunk in chunks] == [(100, 104), (104, 106)]
-    assert found(manager, range(6), MINE).length == 0
+    prefix = found(manager, range(6), MINE)
+    assert (prefix.length, prefix.miss_reason) == (0, "never stored")
 
 
 def test_get_counts_a_use_and_misses_with_none() -> None:

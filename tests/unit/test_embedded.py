@@ -254,6 +254,16 @@ def test_digits_are_split_singly(tokenizer: Any) -> None:
 
 
 @pytest.mark.real_model
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [("a   12", ["a", "   ", "1", "2"]), ("x\n\n  3", ["x", "\n\n  ", "3"]), ("1  2", ["1", "  ", "2"])],
+)
+def test_digits_are_split_before_spaces_are(tokenizer: Any, text: str, pieces: list[str]) -> None:
+    """Here the order of splitting shows: byte level alone would give one space to the digit."""
+    assert [tokenizer.decode([token]) for token in tokenizer(text)["input_ids"]] == pieces
+
+
+@pytest.mark.real_model
 def test_every_token_of_the_file_has_its_id(tokenizer: Any, reader: Any) -> None:
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     vocab = tokenizer.get_vocab()

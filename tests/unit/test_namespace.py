@@ -205,7 +205,7 @@ def test_weights_of_all_kinds_have_a_checksum() -> None:
     assert weights_digest(Odd(1.0, True)) == weights_digest(Odd(1.0, True))
 
 
-def test_names_and_shapes_count() -> None:
+def test_names_shapes_and_dtypes_count() -> None:
     def module(**parameters: torch.Tensor) -> torch.nn.Module:
         result = torch.nn.Module()
         for name, values in parameters.items():
@@ -218,8 +218,10 @@ def test_names_and_shapes_count() -> None:
         weights_digest(module(a=torch.zeros(2, 2), b=torch.ones(4))),
         weights_digest(module(a=torch.zeros(4))),
         weights_digest(module(a=torch.zeros(4), c=torch.ones(4))),
+        weights_digest(module(a=torch.zeros(4, dtype=torch.float16))),
+        weights_digest(module(a=torch.zeros(4, dtype=torch.bfloat16))),
     ]
-    assert len(set(digests)) == 5
+    assert len(set(digests)) == 7
 
 
 def test_offsets_have_namespaces_of_their_own() -> None:

@@ -1,0 +1,92 @@
+"""What would be reused of a prompt, span by span, and why the rest would not.
+
+Built from a look-up that changes nothing. Knows how to tell it in words, not how to show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvboost.models import Origin, Span
+
+
+@dataclass(frozen=True)
+class ExplainedSpan:
+    """A span with its text, and where its KV would come from."""
+
+    start: int
+    end: int
+    origin: Origin
+    text: str
+    reason: str = ""
+    donor: str = ""
+    donor_positions: tuple[int, int] | None = None
+    donor_uses: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Spans that cover the prompt without gaps, in order."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    spans: tuple[ExplainedSpan, ...]
+
+    def __iter__(self) -> Iterator[ExplainedSpan]:
+        return iter(self.spans)
+
+    @property
+    def reuse_ratio(self) -> float:
+        return self.cached_tokens / self.prompt_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        spans = [{**asdict(span), "origin": span.origin.value} for span in self.spans]
+        return {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens, "spans": spans}
+
+    def __str__(self) -> str:
+        lines = [f"{self.cached_tokens} of {self.prompt_tokens} tokens would be reused"]
+        for span in self.spans:
+            source = f"from chunk {span.donor[:8]}" if span.donor else span.reason
+            lines.append(f"  {span.start:>6}-{span.end:<6} {span.origin.value:<11} {source}")
+        return "\n".join(lines)
+
+
+def explain_spans(
+    spans: Sequence[Span],
+    token_ids: Sequence[int],
+    decode: Callable[[list[int]], str],
+    donor_of: Callable[[str], tuple[tuple[int, int], int] | None],
+    divergence: tuple[int, int, int] | None,
+) -> Explanation:
+    """Spans in words. `donor_of` gives a chunk's positions and uses; `divergence` (at, expected, got)."""
+    explained = []
+    for span in spans:
+        donor = donor_of(span.donor) if span.donor else None
+        reason = span.reason
+        if divergence is not None and reason.startswith("diverged"):
+            at, expected, got = divergence
+            reason = (
+                f"diverged at token {at}: expected {expected} {decode([expected])!r}, "
+                f"got {got} {decode([got])!r}"
+            )
+        explained.append(
+            ExplainedSpan(
+                start=span.start,
+                end=span.end,
+                origin=span.origin,
+                text=decode(list(token_ids[span.start : span.end])),
+                reason=reason,
+                donor=span.donor,
+                donor_positions=donor[0] if donor else None,
+                donor_uses=donor[1] if donor else 0,
+            )
+        )
+    cached = sum(span.length for span in spans if span.origin is not Origin.LIVE)
+    return Explanation(len(token_ids), cached, tuple(explained))

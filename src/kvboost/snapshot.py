@@ -1,0 +1,241 @@
+"""A whole cache as files: `cache.json` (the header) and safetensors shards beside it.
+
+The header names the model's namespace and every chunk with its checksum; replacing it is the one
+step that makes a save count, so a save that was cut off leaves the one before it. Nothing is pickled.
+A damaged chunk is left out on loading, with everything that follows it. Knows no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import safetensors.torch
+import torch
+import xxhash
+from safetensors import SafetensorError
+
+from kvboost.arena import KVLayout, Packed
+from kvboost.cache_manager import KVCacheManager, StoredChunk
+from kvboost.errors import CacheFileError
+from kvboost.models import CachedChunk, content_hash_from_tokens, token_bytes
+
+HEADER = "cache.json"
+FORMAT = "kvboost-cache"
+VERSION = 1
+_SHARD_BYTES = 256 << 20
+T = TypeVar("T")
+
+
+@dataclass
+class LoadReport:
+    """What became of the chunks of a saved cache."""
+
+    loaded: int = 0
+    corrupt: int = 0
+    no_room: int = 0
+
+
+def save(
+    folder: Path, manager: KVCacheManager, layout: KVLayout, family: str, model: str, *, progress: bool | None
+) -> int:
+    """Write all chunks of `family` to `folder`; returns how many."""
+    _check_target(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = uuid.uuid4().hex[:12]
+    rows: list[dict[str, Any]] = []
+    with manager.exported(family) as chunks:
+        for number, shard in enumerate(_shards(chunks)):
+            name = f"chunks-{run}-{number:05d}.safetensors"
+            tensors: dict[str, torch.Tensor] = {}
+            for stored in _shown(shard, f"saving shard {number + 1}", progress):
+                tensors |= _tensors_of(stored.chunk)
+                rows.append({**_row_of(stored), "shard": name})
+            safetensors.torch.save_file(tensors, folder / name)
+            _sync(folder / name)
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": model,
+        "family": family,
+        "layout": _layout_row(layout),
+        "chunks": rows,
+    }
+    temporary = folder / f"{HEADER}.{run}"
+    temporary.write_text(json.dumps(header))
+    _sync(temporary)
+    os.replace(temporary, folder / HEADER)
+    _remove_other_runs(folder, run)
+    return len(rows)
+
+
+def load(
+    folder: Path, manager: KVCacheManager, layout: KVLayout, family: str, model: str, *, progress: bool | None
+) -> LoadReport:
+    """Put the chunks saved in `folder` into `manager`, as far as there is room."""
+    header = read_header(folder)
+    if header["family"] != family or header["layout"] != _layout_row(layout):
+        raise CacheFileError(
+            f"{folder} was saved for the model {header['model']} (namespace {header['family'][:12]}); this "
+            f"engine has {model} (namespace {family[:12]}): other weights, dtype, device or encoding"
+        )
+    report = LoadReport()
+    tensors: dict[str, torch.Tensor] = {}
+    shard = ""
+    for row in _shown(header["chunks"], "loading", progress):
+        if row["shard"] != shard:
+            shard = row["shard"]
+            tensors = _read_shard(folder / shard)
+        chunk = _chunk_of(row, tensors, layout)
+        if chunk is None:
+            report.corrupt += 1
+        elif manager.restore(StoredChunk(row["namespace"], chunk), layout, family):
+            report.loaded += 1
+        else:
+            report.no_room += 1
+    manager.count_corrupt(report.corrupt)
+    return report
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The checked header of a saved cache."""
+    try:
+        header = json.loads((folder / HEADER).read_text())
+    except FileNotFoundError as error:
+        raise CacheFileError(f"{folder} holds no saved cache: there is no {HEADER} in it") from error
+    except (OSError, ValueError) as error:
+        raise CacheFileError(f"{folder / HEADER} cannot be read: {error}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise CacheFileError(f"{folder / HEADER} is not the header of a kvboost cache")
+    if header.get("version") != VERSION:
+        raise CacheFileError(
+            f"{folder} has format version {header.get('version')}, this kvboost reads version {VERSION}"
+        )
+    if not all(isinstance(header.get(name), kind) for name, kind in _HEADER_FIELDS.items()):
+        raise CacheFileError(f"{folder / HEADER} is damaged: one of {', '.join(_HEADER_FIELDS)} is missing")
+    return header
+
+
+_HEADER_FIELDS: dict[str, type] = {"model": str, "family": str, "layout": list, "chunks": list}
+
+
+def _check_target(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CacheFileError(f"{folder} is a file; a cache is saved as a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / HEADER).exists():
+        raise CacheFileError(f"{folder} holds other files; give an empty or a new folder")
+
+
+def _shards(chunks: Iterable[StoredChunk]) -> Iterator[list[StoredChunk]]:
+    shard: list[StoredChunk] = []
+    size = 0
+    for stored in chunks:
+        shard.append(stored)
+        size += stored.chunk.memory_bytes()
+        if size >= _SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+    if shard:
+        yield shard
+
+
+def _tensors_of(chunk: CachedChunk) -> dict[str, torch.Tensor]:
+    tensors = {f"{chunk.chunk_id}.{i}": part.cpu() for i, part in enumerate(chunk.packed or ())}
+    tensors[f"{chunk.chunk_id}.ids"] = torch.tensor(list(chunk.token_ids), dtype=torch.int32)
+    return tensors
+
+
+def _row_of(stored: StoredChunk) -> dict[str, Any]:
+    chunk = stored.chunk
+    return {
+        "key": chunk.chunk_id,
+        "parent": chunk.parent_hash,
+        "namespace": stored.namespace_key,
+        "position_start": chunk.position_start,
+        "length": chunk.length,
+        "created_at": chunk.created_at,
+        "access_count": chunk.access_count,
+        "checksum": _checksum(chunk.chunk_id, chunk.parent_hash, list(chunk.token_ids), chunk.packed or ()),
+    }
+
+
+def _checksum(key: str, parent: str, token_ids: list[int], packed: Packed) -> str:
+    digest = xxhash.xxh3_128(f"{key}|{parent}|".encode())
+    digest.update(token_bytes(token_ids))
+    for part in packed:
+        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return str(digest.hexdigest())
+
+
+def _read_shard(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a shard; none where it cannot be read."""
+    try:
+        return dict(safetensors.torch.load(path.read_bytes()))
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return {}
+
+
+def _chunk_of(row: Any, tensors: dict[str, torch.Tensor], layout: KVLayout) -> CachedChunk | None:
+    """The chunk of a header row, checked against its checksum; None where anything is wrong."""
+    try:
+        key = row["key"]
+        ids = np.asarray(tensors[f"{key}.ids"], dtype=np.int64).tolist()
+        packed = tuple(tensors[f"{key}.{i}"].clone() for i in range(len(layout.slabs)))
+        shapes = [(spec.rows, len(ids), spec.head_dim) for spec in layout.slabs]
+        if len(ids) != row["length"] or [tuple(part.shape) for part in packed] != shapes:
+            return None
+        if _checksum(key, row["parent"], ids, packed) != row["checksum"]:
+            return None
+        return CachedChunk(
+            chunk_id=key,
+            text="",
+            token_ids=ids,
+            past_key_values=layout.unpack(packed),
+            position_start=row["position_start"],
+            position_end=row["position_start"] + len(ids),
+            prefix_hash=key,
+            content_hash=content_hash_from_tokens(ids),
+            created_at=row["created_at"],
+            access_count=row["access_count"],
+            parent_hash=row["parent"],
+            packed=packed,
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _layout_row(layout: KVLayout) -> list[list[Any]]:
+    return [[str(spec.dtype), spec.rows, spec.head_dim] for spec in layout.slabs]
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove_other_runs(folder: Path, run: str) -> None:
+    """Drop shards and headers of earlier saves; what cannot be removed is only in the way."""
+    for path in [*folder.glob("chunks-*.safetensors"), *folder.glob(f"{HEADER}.*")]:
+        if run not in path.name:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _shown(items: list[T], what: str, progress: bool | None) -> Iterable[T]:
+    """`items` with a progress bar; by default only where someone watches."""
+    if not (sys.stderr.isatty() if progress is None else progress):
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, description=what, console=Console(stderr=True))
