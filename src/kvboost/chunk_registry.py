@@ -1,7 +1,7 @@
 """Where a tokenized text is cut into chunks. Holds no KV and knows no store.
 
-Cuts depend only on the tokens before and at the cut (plus at most the boundary window after it),
-so two texts with a common start are cut alike over it.
+With fixed cuts, and with sentence ends given as token ids, two texts with a common start are cut
+alike over it (but for a last short chunk), so that they can share chunks.
 """
 
 from __future__ import annotations

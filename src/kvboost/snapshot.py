@@ -18,13 +18,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import safetensors.torch
 import torch
 import xxhash
 from safetensors import SafetensorError
 
-from kvboost.arena import KVLayout, Packed
+from kvboost.arena import KVLayout
 from kvboost.cache_manager import KVCacheManager, StoredChunk
 from kvboost.errors import CacheFileError
 from kvboost.models import CachedChunk, content_hash_from_tokens, token_bytes
@@ -92,13 +91,15 @@ def load(
     report = LoadReport()
     tensors: dict[str, torch.Tensor] = {}
     shard = ""
+    damaged: set[str] = set()  # keys of chunks that were left out, and of all that follow them
     for row in _shown(header["chunks"], "loading", progress):
-        if row["shard"] != shard:
+        if _is_row(row) and row["shard"] != shard:
             shard = row["shard"]
             tensors = _read_shard(folder / shard)
-        chunk = _chunk_of(row, tensors, layout)
+        chunk = _chunk_of(row, tensors, layout) if _is_row(row) and row["parent"] not in damaged else None
         if chunk is None:
             report.corrupt += 1
+            damaged.add(str(row.get("key")) if isinstance(row, dict) else "")
         elif manager.restore(StoredChunk(row["namespace"], chunk), layout, family):
             report.loaded += 1
         else:
@@ -127,6 +128,23 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 _HEADER_FIELDS: dict[str, type] = {"model": str, "family": str, "layout": list, "chunks": list}
+_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "key": str,
+    "parent": str,
+    "namespace": str,
+    "shard": str,
+    "checksum": str,
+    "position_start": int,
+    "length": int,
+    "access_count": int,
+    "created_at": (int, float),
+}
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and all(
+        isinstance(row.get(name), kind) for name, kind in _ROW_FIELDS.items()
+    )
 
 
 def _check_target(folder: Path) -> None:
@@ -165,14 +183,15 @@ def _row_of(stored: StoredChunk) -> dict[str, Any]:
         "length": chunk.length,
         "created_at": chunk.created_at,
         "access_count": chunk.access_count,
-        "checksum": _checksum(chunk.chunk_id, chunk.parent_hash, list(chunk.token_ids), chunk.packed or ()),
+        "checksum": _checksum(chunk),
     }
 
 
-def _checksum(key: str, parent: str, token_ids: list[int], packed: Packed) -> str:
-    digest = xxhash.xxh3_128(f"{key}|{parent}|".encode())
-    digest.update(token_bytes(token_ids))
-    for part in packed:
+def _checksum(chunk: CachedChunk) -> str:
+    """Over key, parent, position, tokens and all tensors."""
+    digest = xxhash.xxh3_128(f"{chunk.chunk_id}|{chunk.parent_hash}|{chunk.position_start}|".encode())
+    digest.update(token_bytes(chunk.token_ids))
+    for part in chunk.packed or ():
         digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
 
@@ -185,33 +204,32 @@ def _read_shard(path: Path) -> dict[str, torch.Tensor]:
         return {}
 
 
-def _chunk_of(row: Any, tensors: dict[str, torch.Tensor], layout: KVLayout) -> CachedChunk | None:
+def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], layout: KVLayout) -> CachedChunk | None:
     """The chunk of a header row, checked against its checksum; None where anything is wrong."""
-    try:
-        key = row["key"]
-        ids = np.asarray(tensors[f"{key}.ids"], dtype=np.int64).tolist()
-        packed = tuple(tensors[f"{key}.{i}"].clone() for i in range(len(layout.slabs)))
-        shapes = [(spec.rows, len(ids), spec.head_dim) for spec in layout.slabs]
-        if len(ids) != row["length"] or [tuple(part.shape) for part in packed] != shapes:
-            return None
-        if _checksum(key, row["parent"], ids, packed) != row["checksum"]:
-            return None
-        return CachedChunk(
-            chunk_id=key,
-            text="",
-            token_ids=ids,
-            past_key_values=layout.unpack(packed),
-            position_start=row["position_start"],
-            position_end=row["position_start"] + len(ids),
-            prefix_hash=key,
-            content_hash=content_hash_from_tokens(ids),
-            created_at=row["created_at"],
-            access_count=row["access_count"],
-            parent_hash=row["parent"],
-            packed=packed,
-        )
-    except (KeyError, TypeError, ValueError):
+    key, length = row["key"], row["length"]
+    names = [f"{key}.{index}" for index in range(len(layout.slabs))]
+    if not all(name in tensors for name in [*names, f"{key}.ids"]):
         return None
+    ids = tensors[f"{key}.ids"].tolist()
+    packed = tuple(tensors[name].clone() for name in names)
+    shapes = [(spec.rows, length, spec.head_dim) for spec in layout.slabs]
+    if [tuple(part.shape) for part in packed] != shapes or len(ids) != length or min(ids, default=-1) < 0:
+        return None
+    chunk = CachedChunk(
+        chunk_id=key,
+        text="",
+        token_ids=ids,
+        past_key_values=layout.unpack(packed),
+        position_start=row["position_start"],
+        position_end=row["position_start"] + length,
+        prefix_hash=key,
+        content_hash=content_hash_from_tokens(ids),
+        created_at=row["created_at"],
+        access_count=row["access_count"],
+        parent_hash=row["parent"],
+        packed=packed,
+    )
+    return chunk if _checksum(chunk) == row["checksum"] else None
 
 
 def _layout_row(layout: KVLayout) -> list[list[Any]]:

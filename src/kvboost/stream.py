@@ -86,8 +86,7 @@ class TextStream:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._error
 
     def __enter__(self) -> TextStream:
         return self

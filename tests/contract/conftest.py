@@ -18,6 +18,15 @@ TEMPLATE = (
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models this small only wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):

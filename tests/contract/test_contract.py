@@ -47,14 +47,9 @@ NOT_YET: frozenset[str] = frozenset(
         "export find_common_chunk_prefix",
         "export group_by_prefix",
         "export quantize_kv",
-        "method explain",
         "method generate_batch",
         "method generate_many",
-        "method load",
-        "method pin",
-        "method save",
         "method score",
-        "method unpin",
         "method verify_correctness",
         "option disk_cache_bytes",
         "option max_kl",
@@ -696,7 +691,6 @@ def test_values_of_the_constructor(make_engine: MakeEngine, tmp_path: Any, name:
 
 def test_strategies_and_modes_are_enums_or_strings(make_engine: MakeEngine) -> None:
     engine = make_engine(recompute_strategy="cacheblend")
-    assert engine.recompute_strategy is models.RecomputeStrategy.CACHEBLEND
     for mode in (*models.GenerationMode, *(member.value for member in models.GenerationMode)):
         result = engine.generate(TEXT, 2, mode)
         assert type(result.mode) is str
@@ -724,6 +718,8 @@ def test_a_prompt_is_text_ids_or_messages(make_engine: MakeEngine, prompt: Any) 
     assert engine.warm(prompt)
     assert "".join(engine.stream(prompt, 3)) == answer.output_text
     assert engine.prepare(prompt)["input_ids"].shape == (1, answer.prompt_tokens)
+    assert engine.pin(prompt) == engine.unpin(prompt) > 0
+    assert engine.explain(prompt).prompt_tokens == answer.prompt_tokens
 
 
 def test_what_was_seen_is_in_the_cache_without_warming(make_engine: MakeEngine) -> None:
@@ -844,6 +840,45 @@ def test_prepare_and_commit(make_engine: MakeEngine) -> None:
     assert output[0, len(TEXT) :].tolist() == engine.generate(TEXT, 4, "baseline").token_ids
     engine.commit(prepared, output)
     assert engine.generate(TEXT, 1).cached_tokens == len(TEXT) - 1
+
+
+def test_explain_tells_what_would_be_reused_and_why_not(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.warm(TEXT[:20])
+    before = engine.cache_stats()
+    explained = engine.explain(TEXT)
+    assert engine.cache_stats() == before, "it changes nothing"
+    result = engine.generate(TEXT, 1)
+    assert [(s.start, s.end, s.origin, s.reason) for s in explained] == [
+        (s.start, s.end, s.origin, s.reason) for s in result.spans
+    ]
+    assert "".join(span.text for span in explained) == TEXT
+
+
+def test_pinned_text_stays(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_chunks=4)
+    engine.warm(TEXT[:16])
+    assert engine.pin(TEXT[:16]) == 16
+    for letter in "bcdefghi":
+        engine.warm(letter * 16)
+    assert engine.generate(TEXT[:17], 1).cached_tokens == 16
+    engine.unpin(TEXT[:16])
+    for letter in "bcdefghi":
+        for _ in range(3):
+            engine.generate(letter * 17, 1)
+    assert engine.explain(TEXT[:17]).cached_tokens < 16
+
+
+def test_a_saved_cache_is_loaded_again(make_engine: MakeEngine, tmp_path: Any) -> None:
+    first, second = make_engine(), make_engine()
+    first.warm(TEXT)
+    first.warm(TEXT, cache_salt="salt")
+    first.save(tmp_path / "cache")
+    second.load(tmp_path / "cache")
+    for salt, cached in (("", len(TEXT) - 1), ("salt", len(TEXT) - 1), ("other", 0)):
+        result = second.generate(TEXT, 4, cache_salt=salt)
+        assert result.cached_tokens == cached
+        assert result.token_ids == second.generate(TEXT, 4, "baseline").token_ids
 
 
 def test_clear_close_and_context(make_engine: MakeEngine) -> None:

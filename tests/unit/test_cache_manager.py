@@ -695,6 +695,7 @@ def test_a_tail_in_use_is_not_replaced() -> None:
     match = manager.match_prefix(tokens[:6], hold=True)
     store(manager, tokens)
     check_kv(match.matches, tokens)
+    assert manager.get(match.matches[-1].chunk.chunk_id) is not None, "it is still in the books"
     assert found(manager, tokens).length == 8
     manager.release(match)
     manager.check_integrity()

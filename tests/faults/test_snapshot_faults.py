@@ -1,0 +1,276 @@
+"""Saved caches that were damaged: fewer chunks or a clear refusal, never wrong KV."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost import snapshot
+from kvboost.cache_manager import KVCacheManager
+from kvboost.errors import CacheFileError
+from kvboost.namespace import Namespace
+from tests.unit.fake_kv import LAYOUT, TOKEN_SIZE, check_cover, check_kv, store
+
+CHUNK = 4
+NAMESPACES = (Namespace("a" * 64, "family", "mine"), Namespace("b" * 64, "family", "theirs"))
+TEXTS = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 15, 16], [21, 22, 23])
+CHUNKS = 2 * 5  # in each namespace: two chunks and a tail, a tail, a tail
+
+
+def filled() -> KVCacheManager:
+    manager = KVCacheManager(None, None, chunk_size=CHUNK)
+    for namespace in NAMESPACES:
+        for tokens in TEXTS:
+            store(manager, tokens, namespace)
+    assert len(manager) == CHUNKS
+    return manager
+
+
+def save(folder: Path) -> int:
+    return snapshot.save(folder, filled(), LAYOUT, "family", "tiny", progress=False)
+
+
+def load(folder: Path, manager: KVCacheManager | None = None) -> tuple[KVCacheManager, snapshot.LoadReport]:
+    manager = manager or KVCacheManager(None, None, chunk_size=CHUNK)
+    report = snapshot.load(folder, manager, LAYOUT, "family", "tiny", progress=False)
+    manager.check_integrity()
+    return manager, report
+
+
+def check(manager: KVCacheManager) -> int:
+    """Everything that is found must be right; returns how many tokens are."""
+    found = 0
+    for namespace in NAMESPACES:
+        for tokens in TEXTS:
+            match = manager.match_prefix(tokens, namespace)
+            check_cover(match.matches, match.length)
+            check_kv(match.matches, tokens)
+            for part in match.matches:
+                assert (part.chunk.position_start, part.chunk.position_end) == (
+                    part.start,
+                    part.start + part.chunk.length,
+                )
+            found += match.length
+    return found
+
+
+ALL_TOKENS = check(filled())
+
+
+@lru_cache
+def saved_files() -> dict[str, bytes]:
+    """The files of one save: the same bytes in every example."""
+    with tempfile.TemporaryDirectory() as name:
+        save(Path(name))
+        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
+
+
+def load_with(name: str, content: bytes) -> tuple[KVCacheManager, snapshot.LoadReport]:
+    """Load the saved files with one of them changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, saved in saved_files().items():
+            (Path(folder) / file).write_bytes(content if file == name else saved)
+        return load(Path(folder))
+
+
+def shard_of(folder: Path) -> Path:
+    (shard,) = folder.glob("chunks-*.safetensors")
+    return shard
+
+
+def change_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / snapshot.HEADER
+    header = json.loads(path.read_text())
+    change(header)
+    path.write_text(json.dumps(header))
+
+
+def test_an_undamaged_cache_comes_back_whole(tmp_path: Path) -> None:
+    assert save(tmp_path) == CHUNKS
+    manager, report = load(tmp_path)
+    assert (report.loaded, report.corrupt, report.no_room) == (CHUNKS, 0, 0)
+    assert check(manager) == ALL_TOKENS
+
+
+@given(place=st.integers(0, 10**6), flip=st.integers(1, 255))
+@settings(deadline=None, max_examples=100)
+def test_a_flipped_byte_in_the_tensors_never_gives_wrong_kv(place: int, flip: int) -> None:
+    name = next(name for name in saved_files() if name.startswith("chunks-"))
+    content = bytearray(saved_files()[name])
+    content[place % len(content)] ^= flip
+    manager, report = load_with(name, bytes(content))
+    assert report.loaded + report.corrupt + report.no_room == CHUNKS
+    assert manager.stats()["chunks"] == report.loaded
+    check(manager)
+
+
+def test_token_ids_that_turned_negative_are_left_out(tmp_path: Path) -> None:
+    """The highest bit of an id, as a broken memory cell would flip it."""
+    save(tmp_path)
+    tensors = safetensors.torch.load_file(shard_of(tmp_path))
+    damaged = next(name for name in tensors if name.endswith(".ids"))
+    tensors[damaged][0] -= 2**31
+    safetensors.torch.save_file(tensors, shard_of(tmp_path))
+    manager, report = load(tmp_path)
+    assert report.corrupt == 1
+    check(manager)
+
+
+@given(place=st.integers(0, 10**6), byte=st.sampled_from(b'0a"{}[],:x-'))
+@settings(deadline=None, max_examples=100)
+def test_a_changed_byte_in_the_header_is_refused_or_costs_chunks(place: int, byte: int) -> None:
+    content = bytearray(saved_files()[snapshot.HEADER])
+    content[place % len(content)] = byte
+    try:
+        manager, _ = load_with(snapshot.HEADER, bytes(content))
+    except CacheFileError:
+        return
+    check(manager)
+
+
+@pytest.mark.parametrize("part", [0, 1, 8, 100, -1])
+def test_a_shard_that_was_cut_off_is_left_out(tmp_path: Path, part: int) -> None:
+    save(tmp_path)
+    shard = shard_of(tmp_path)
+    shard.write_bytes(shard.read_bytes()[:part])
+    manager, report = load(tmp_path)
+    assert (report.loaded, report.corrupt) == (0, CHUNKS)
+    assert check(manager) == 0
+
+
+def test_a_missing_shard_is_left_out(tmp_path: Path) -> None:
+    save(tmp_path)
+    shard_of(tmp_path).unlink()
+    _, report = load(tmp_path)
+    assert (report.loaded, report.corrupt) == (0, CHUNKS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "text",
+        None,
+        7,
+        [],
+        {},
+        {"key": "x"},
+        {"shard": 5},
+        {"shard": None, "key": "x"},
+        {"shard": "nowhere.safetensors", "key": ["x"]},
+    ],
+    ids=repr,
+)
+def test_rows_that_make_no_sense_are_refused_or_left_out(tmp_path: Path, wrong: Any) -> None:
+    save(tmp_path)
+    change_header(tmp_path, lambda header: header["chunks"].insert(0, wrong))
+    try:
+        manager, report = load(tmp_path)
+    except CacheFileError:
+        return
+    assert (report.loaded, report.corrupt) == (CHUNKS, 1)
+    assert check(manager) == ALL_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("position_start", 3),
+        ("position_start", -1),
+        ("position_start", "0"),
+        ("length", 5),
+        ("parent", "a" * 63),
+        ("parent", None),
+        ("namespace", "c" * 64),
+        ("namespace", 5),
+        ("checksum", ""),
+        ("key", "d" * 64),
+        ("access_count", "many"),
+    ],
+)
+def test_a_changed_field_of_a_chunk_is_noticed(tmp_path: Path, field: str, value: Any) -> None:
+    """At worst that chunk, and what follows it, is not there."""
+    save(tmp_path)
+    change_header(tmp_path, lambda header: header["chunks"][0].update({field: value}))
+    try:
+        manager, report = load(tmp_path)
+    except CacheFileError:
+        return
+    assert report.loaded < CHUNKS
+    check(manager)
+
+
+def test_rows_in_another_order_lose_nothing_but_what_has_no_parent_yet(tmp_path: Path) -> None:
+    save(tmp_path)
+    change_header(tmp_path, lambda header: header["chunks"].reverse())
+    try:
+        manager, report = load(tmp_path)
+    except CacheFileError:
+        return
+    assert 0 < report.loaded <= CHUNKS
+    check(manager)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"format": "other"}', "\x00\xff"])
+def test_a_header_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    save(tmp_path)
+    (tmp_path / snapshot.HEADER).write_text(content)
+    with pytest.raises(CacheFileError):
+        load(tmp_path)
+
+
+def test_a_header_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / snapshot.HEADER).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CacheFileError):
+        load(tmp_path)
+
+
+def test_a_save_that_fails_leaves_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    manager = filled()
+    store(manager, [31, 32, 33], NAMESPACES[0])
+    with monkeypatch.context() as patch:
+
+        def disk_full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(snapshot.os, "replace", disk_full)
+        with pytest.raises(OSError, match="No space left"):
+            snapshot.save(tmp_path, manager, LAYOUT, "family", "tiny", progress=False)
+    manager.check_integrity()
+    manager.clear()
+    assert len(manager) == 0, "nothing is held any more"
+    again, report = load(tmp_path)
+    assert report.loaded == CHUNKS
+    assert check(again) == ALL_TOKENS
+
+
+def test_loading_stays_in_the_budget_and_evicts_nothing(tmp_path: Path) -> None:
+    save(tmp_path)
+    mine = [90, 91, 92, 93]
+    manager = KVCacheManager(None, 10 * TOKEN_SIZE, chunk_size=CHUNK)
+    store(manager, mine, NAMESPACES[0])
+    _, report = load(tmp_path, manager)
+    assert report.no_room > 0
+    assert report.loaded + report.no_room == CHUNKS
+    assert manager.stats()["bytes"] <= 10 * TOKEN_SIZE
+    assert manager.match_prefix(mine, NAMESPACES[0]).length == 4
+    check(manager)
+
+
+def test_loading_twice_changes_nothing(tmp_path: Path) -> None:
+    save(tmp_path)
+    manager, _ = load(tmp_path)
+    before = manager.stats()["bytes"]
+    load(tmp_path, manager)
+    assert manager.stats()["bytes"] == before
+    assert check(manager) == ALL_TOKENS

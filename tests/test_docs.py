@@ -1,0 +1,38 @@
+"""The examples of the README run, and print what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.real_model
+def test_readme_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    expected = re.search(r"prints\n\n```text\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    assert expected is not None
+    scope: dict[str, object] = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(blocks[0], "README.md", "exec"), scope)
+    assert printed.getvalue() == expected.group(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(blocks[1], "README.md", "exec"), scope)
+    engine = scope["engine"]
+    engine.cache_manager.check_integrity()  # type: ignore[attr-defined]
+    assert (tmp_path / "my-cache" / "cache.json").is_file()
+
+
+def test_readme_links_exist() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        if "://" not in link:
+            assert (ROOT / link).exists(), link
