@@ -1,7 +1,6 @@
 """What is stored, what is found, what is evicted, and why something was not a hit.
 
-The manager joins the prefix tree (which tokens are known) with the RAM tier's books (what fits)
-and holds the KV of each chunk. Exact matches follow the tree by whole chunks and then into the
+Exact matches follow the tree by whole chunks and then into the
 next one token by token: KV of a causal prefix stays exact when it is cut. Tokens are compared on
 the way, so no hash collision can serve a wrong tensor. All public methods are safe to call from
 several threads, and none of them waits for a forward of the model. Knows no model.
@@ -21,9 +20,9 @@ import numpy as np
 
 from kvboost import prefix_tree, store_audit
 from kvboost.arena import KVLayout, Packed
+from kvboost.chunk_store import ChunkStore
 from kvboost.errors import InvalidRequestError
-from kvboost.memory_tier import MemoryTier
-from kvboost.miss_reasons import EvictedChunks, divergence_of, reason_kind, why_missing
+from kvboost.miss_reasons import divergence_of
 from kvboost.models import (
     CachedChunk,
     TokenIds,
@@ -33,10 +32,9 @@ from kvboost.models import (
 )
 from kvboost.namespace import Namespace
 from kvboost.prefix_tree import TOKEN_BYTES, TreeNode
-from kvboost.store_audit import StoreEntry
+from kvboost.usage import Usage
 
 ROOT = Namespace(key="", family="", salt="")  # chains without a model, as the public hashes make them
-_MIN_MEASURED_TOKENS = 32  # fewer say more about overhead than about the speed of prefill
 _MAX_EMPTY_ROOTS = 1_024  # every salt has a root; those without chunks are dropped beyond this
 
 
@@ -97,17 +95,9 @@ class KVCacheManager:
             if value is not None and value < 0:
                 raise InvalidRequestError(f"{name} must be None or at least 0, got {value}")
         self.chunk_size = chunk_size
-        self._tier = MemoryTier(max_chunks, max_cache_bytes)
-        self._roots: dict[str, TreeNode] = {}
-        self._namespaces: dict[str, Namespace] = {}
-        self._entries: dict[str, StoreEntry] = {}
-        self._evicted = EvictedChunks()
+        self._store = ChunkStore(max_chunks, max_cache_bytes)
+        self._usage = Usage()
         self._counts: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
-        self._prefill_tokens = 0
-        self._prefill_seconds = 0.0
-        self._reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
-        self._num_storing = 0
         self._lock = threading.RLock()
 
     # --- finding -----------------------------------------------------------------------------
@@ -118,17 +108,19 @@ class KVCacheManager:
         """The longest exact prefix of `tokens` that is stored. With `hold` it stays until released."""
         raw = token_bytes(tokens)
         with self._lock:
-            root = self._roots.get(namespace.key)
+            root = self._store.roots.get(namespace.key)
             if root is None:
-                return PrefixMatch((), 0, self._why_missing(raw, namespace, None))
+                return PrefixMatch((), 0, self._store.why_missing(raw, namespace, None))
             walk = prefix_tree.walk(root, raw)
             matches = [self._match_of(node, node.end) for node in walk.path]
             if walk.partial is not None:
                 matches.append(self._match_of(walk.partial, walk.length))
             held = matches[-1].chunk.chunk_id if hold and matches else None
             if held is not None:
-                self._hold(held)
-            reason = "" if walk.length * TOKEN_BYTES == len(raw) else self._why_missing(raw, namespace, walk)
+                self._store.hold(held)
+            reason = (
+                "" if walk.length * TOKEN_BYTES == len(raw) else self._store.why_missing(raw, namespace, walk)
+            )
             return PrefixMatch(tuple(matches), walk.length, reason, held, divergence_of(raw, walk))
 
     def release(self, match: PrefixMatch, *, used_tokens: int | None = None) -> None:
@@ -136,9 +128,9 @@ class KVCacheManager:
         with self._lock:
             for found in reversed(match.matches):
                 if used_tokens is None or found.start < used_tokens:
-                    self._touch(found.chunk.chunk_id)
+                    self._store.touch(found.chunk.chunk_id)
             if match.held is not None:
-                self._unhold(match.held)
+                self._store.unhold(match.held)
 
     def find_matching_chunks(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> list[ChunkMatch]:
         """Chunks that cover `token_ids` from the start; each match says whether it is approximate."""
@@ -149,10 +141,10 @@ class KVCacheManager:
     def get(self, key: str) -> CachedChunk | None:
         """The chunk stored under a prefix hash, counted as used, or None."""
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._store.entries.get(key)
             if entry is None:
                 return None
-            self._touch(key)
+            self._store.touch(key)
             return entry.chunk
 
     def count_request(
@@ -160,20 +152,12 @@ class KVCacheManager:
     ) -> None:
         """Book one request's outcome: `reused` of `total` tokens; why the rest was not, and its cost."""
         with self._lock:
-            if prefill_seconds is not None and total - reused >= _MIN_MEASURED_TOKENS:
-                self._prefill_tokens += total - reused
-                self._prefill_seconds += prefill_seconds
-            self._counts["requests"] += 1
-            self._counts["prompt_tokens"] += total
-            self._counts["exact_tokens"] += reused
-            self._counts["exact_hits"] += reused > 0
-            if reason and not reason.startswith("computed"):
-                self._misses[reason_kind(reason)] += 1
+            self._usage.count(reused=reused, total=total, reason=reason, prefill_seconds=prefill_seconds)
 
     def count_corrupt(self, chunks: int) -> None:
         """Book chunks that were found damaged."""
         with self._lock:
-            self._misses["corrupt"] += chunks
+            self._usage.misses["corrupt"] += chunks
 
     def count_failure(self, reason: str) -> StoreReport:
         """Book a text that could not be stored."""
@@ -205,10 +189,10 @@ class KVCacheManager:
         raw = token_bytes(tokens)
         report = StoreReport()
         with self._lock:
-            self._num_storing += 1
-            node = self._where_to_store(prefix_tree.walk(self._root(namespace), raw), set(cuts))
+            self._store.num_storing += 1
+            node = self._where_to_store(prefix_tree.walk(self._store.root(namespace), raw), set(cuts))
             report.present = self._depth(node)
-            self._hold(node.key)
+            self._store.hold(node.key)
         try:
             for cut in cuts:
                 if cut <= node.end:
@@ -220,7 +204,7 @@ class KVCacheManager:
                 if child is None:
                     continue  # known as the start of a longer chunk; see whether the next cut goes beyond
                 with self._lock:
-                    self._unhold(node.key)
+                    self._store.unhold(node.key)
                 node = child
         finally:
             self._end_storing(node)
@@ -254,13 +238,13 @@ class KVCacheManager:
         report = StoreReport()
         with self._lock:
             key = chunk.prefix_hash or chunk.chunk_id
-            if key in self._entries:
-                if self._entries[key].node.tokens == raw:
+            if key in self._store.entries:
+                if self._store.entries[key].node.tokens == raw:
                     return True
                 return self._refuse(report, "hash collision")
             parent = self._parent_of(chunk, raw)
-            self._num_storing += 1
-            self._hold(parent.key)
+            self._store.num_storing += 1
+            self._store.hold(parent.key)
         node: TreeNode | None = None
         try:
             node = self._store_span(
@@ -274,7 +258,7 @@ class KVCacheManager:
         finally:
             if node is not None:
                 with self._lock:
-                    self._unhold(node.key)
+                    self._store.unhold(node.key)
             self._end_storing(parent)
         return node is not None or report.present > 0
 
@@ -283,19 +267,20 @@ class KVCacheManager:
         """All chunks of a family, each after its parent, held until the block ends."""
         with self._lock:
             found: list[StoredChunk] = []
-            for key, root in self._roots.items():
-                if self._namespaces[key].family == family:
+            for key, root in self._store.roots.items():
+                if self._store.namespaces[key].family == family:
                     found += [
-                        StoredChunk(key, self._entries[node.key].chunk) for node in prefix_tree.below(root)
+                        StoredChunk(key, self._store.entries[node.key].chunk)
+                        for node in prefix_tree.below(root)
                     ]
             for stored in found:
-                self._hold(stored.chunk.chunk_id)
+                self._store.hold(stored.chunk.chunk_id)
         try:
             yield found
         finally:
             with self._lock:
                 for stored in found:
-                    self._unhold(stored.chunk.chunk_id)
+                    self._store.unhold(stored.chunk.chunk_id)
 
     def restore(self, stored: StoredChunk, layout: KVLayout, family: str) -> bool:
         """Take in a chunk that was exported, with its own tensors; False where there is no room for it.
@@ -305,26 +290,26 @@ class KVCacheManager:
         chunk, packed = stored.chunk, stored.chunk.packed
         raw = token_bytes(chunk.token_ids)
         with self._lock:
-            if stored.namespace_key not in self._namespaces:
+            if stored.namespace_key not in self._store.namespaces:
                 # Whose salt it is, the file does not say: to everyone else it was never stored.
-                self._root(Namespace(stored.namespace_key, family, salt=f"\0{stored.namespace_key}"))
-            parent = self._roots[stored.namespace_key]
+                self._store.root(Namespace(stored.namespace_key, family, salt=f"\0{stored.namespace_key}"))
+            parent = self._store.roots[stored.namespace_key]
             if chunk.parent_hash != stored.namespace_key:
-                if chunk.parent_hash not in self._entries:
+                if chunk.parent_hash not in self._store.entries:
                     return False
-                parent = self._entries[chunk.parent_hash].node
+                parent = self._store.entries[chunk.parent_hash].node
             if chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id or packed is None:
                 return False
             near, common = prefix_tree.best_child(parent, raw)
-            if chunk.chunk_id in self._entries or (near is not None and common == chunk.length):
+            if chunk.chunk_id in self._store.entries or (near is not None and common == chunk.length):
                 return True
-            if not self._tier.fits(chunk.length * layout.bytes_per_token):
+            if not self._store.tier.fits(chunk.length * layout.bytes_per_token):
                 return False
             node = self._store_span(
                 parent, raw, layout, lambda _start, _end: packed, StoreReport(), given=chunk
             )
             if node is not None:
-                self._unhold(node.key)
+                self._store.unhold(node.key)
             return node is not None
 
     def _store_span(
@@ -346,20 +331,18 @@ class KVCacheManager:
             if near is not None and common == tokens:
                 return self._already_there(near, span, report)
             key = given.chunk_id if given is not None else chained_hash_from_bytes(span, parent.key)
-            if key in self._entries or key in self._reserved:
-                self._refuse(report, "hash collision" if key in self._entries else "being stored")
+            if key in self._store.entries or key in self._store.reserved:
+                self._refuse(report, "hash collision" if key in self._store.entries else "being stored")
                 return None
             tail = near if near is not None and common * TOKEN_BYTES == len(near.tokens) else None
-            if tail is not None and not self._can_replace(tail):
+            if tail is not None and not self._store.can_replace(tail):
                 tail = None
-            if not self._make_room(size, replacing=tail):
-                fits_at_all = self._tier.could_ever_fit(size)
+            if not self._store.make_room(size, replacing=tail):
+                fits_at_all = self._store.tier.could_ever_fit(size)
                 self._refuse(report, "no room" if fits_at_all else "larger than the budget")
                 return None
-            pins = self._drop(tail).pins if tail is not None else 0
-            self._tier.charge(size)
-            self._tier.keep(size)
-            self._reserved.add(key)
+            pins = self._store.drop(tail).pins if tail is not None else 0
+            self._store.reserve(key, size)
         try:
             packed = extract(parent.end, parent.end + tokens)
             chunk = given or _new_chunk(key, span, parent, layout, packed, position_offset)
@@ -368,95 +351,44 @@ class KVCacheManager:
                 chunk.text = text_of(chunk.token_ids)
         except BaseException:
             with self._lock:
-                self._reserved.discard(key)
-                self._tier.refund(size)
-                self._tier.keep(-size, -1)
-                self._move_pins(parent, pins)
+                self._store.cancel(key, size)
+                self._store.move_pins(parent, pins)
             raise
         with self._lock:
-            self._reserved.discard(key)
-            self._tier.keep(-size, -1)
-            node = prefix_tree.insert(parent, span, key, None)
-            self._entries[key] = StoreEntry(chunk, node, size)
-            self._tier.touch(key, chunk.access_count)
-            self._evicted.forget(key)
+            node = self._store.insert(parent, span, chunk, size, pins)
             self._counts["stored_chunks"] += 1
-            self._hold(key)
-            self._move_pins(node, pins)
         report.stored += 1
         report.stored_bytes += size
         return node
-
-    def _move_pins(self, node: TreeNode, pins: int) -> None:
-        """Pin `node` as its predecessor was; a pin on a root is a pin on nothing."""
-        if pins and not node.is_root:
-            self._entries[node.key].pins += pins
-            self._shield(node.key, pins)
 
     def _already_there(self, near: TreeNode, span: bytes, report: StoreReport) -> TreeNode | None:
         """The span is stored, as a chunk or as the start of a longer one."""
         report.present += 1
         if near.tokens != span:
             return None  # nothing can follow inside a longer chunk
-        self._hold(near.key)
+        self._store.hold(near.key)
         return near
-
-    def _can_replace(self, tail: TreeNode) -> bool:
-        return not tail.children and self._entries[tail.key].readers == 0
 
     def _parent_of(self, chunk: CachedChunk, raw: bytes) -> TreeNode:
         key = chunk.prefix_hash or chunk.chunk_id
-        if chunk.parent_hash in self._entries:
-            return self._entries[chunk.parent_hash].node
+        if chunk.parent_hash in self._store.entries:
+            return self._store.entries[chunk.parent_hash].node
         if chunk.position_start == 0 and chained_hash_from_bytes(raw) == key:
-            return self._root(ROOT)
-        for entry in self._entries.values():
+            return self._store.root(ROOT)
+        for entry in self._store.entries.values():
             if entry.node.end == chunk.position_start and chained_hash_from_bytes(raw, entry.node.key) == key:
                 return entry.node
-        return self._root(Namespace(key=f"detached:{key}", family="detached", salt=""))
+        return self._store.root(Namespace(key=f"detached:{key}", family="detached", salt=""))
 
     # --- room --------------------------------------------------------------------------------
-
-    def _make_room(self, size: int, replacing: TreeNode | None) -> bool:
-        """Evict until `size` bytes fit, counting `replacing` as gone; False if they cannot."""
-        credit = self._entries[replacing.key].size_bytes if replacing is not None else 0
-        slots = 0 if replacing is not None else 1
-        pinned = replacing is not None and self._entries[replacing.key].shields > 0
-        if not self._tier.could_fit(size - credit * pinned, 1 - pinned):
-            return False  # not at the expense of what is there
-        if replacing is not None:
-            self._tier.set_evictable(replacing.key, False)
-        while not self._tier.fits(size - credit, slots):
-            victim = self._tier.next_victim()
-            if victim is None:
-                raise AssertionError("the books promised room that is not there")
-            node = self._entries[victim].node
-            self._drop(node)
-            self._counts["evicted_chunks"] += 1
-            self._evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
-        return True
-
-    def _drop(self, node: TreeNode) -> StoreEntry:
-        """Take a chunk out of tree and books."""
-        entry = self._entries[node.key]
-        if entry.shields:  # pins: they move along
-            self._shield(node.key, -entry.shields)
-        del self._entries[node.key]
-        parent = node.parent
-        prefix_tree.remove(node)
-        self._tier.forget(node.key)
-        self._tier.refund(entry.size_bytes)
-        if parent is not None and not parent.is_root:
-            self._update_evictable(parent.key)
-        return entry
 
     def clear(self) -> None:
         """Forget everything that nobody holds or pinned; counters stay."""
         with self._lock:
-            while (victim := self._tier.next_victim()) is not None:
-                self._drop(self._entries[victim].node)
-            self._evicted.clear()
-            self._prune_roots()
+            while (victim := self._store.tier.next_victim()) is not None:
+                self._store.drop(self._store.entries[victim].node)
+            self._store.evicted.clear()
+            self._store.prune_roots()
 
     def pin(self, tokens: TokenIds | np.ndarray, namespace: Namespace = ROOT) -> int:
         """Keep the stored chunks of `tokens` from eviction; returns how many tokens they hold."""
@@ -471,57 +403,23 @@ class KVCacheManager:
             match = self.match_prefix(tokens, namespace)
             if match.matches:
                 key = match.matches[-1].chunk.chunk_id
-                entry = self._entries[key]
+                entry = self._store.entries[key]
                 change = max(change, -entry.pins)
                 entry.pins += change
-                self._shield(key, change)
+                self._store.shield(key, change)
             return match.length
 
     # --- small helpers, all under the lock ---------------------------------------------------
 
-    def _root(self, namespace: Namespace) -> TreeNode:
-        if namespace.key not in self._roots:
-            self._roots[namespace.key] = TreeNode(namespace.key, b"", None)
-        self._namespaces[namespace.key] = namespace
-        return self._roots[namespace.key]
-
-    def _prune_roots(self) -> None:
-        if self._num_storing == 0:  # otherwise an empty root may be about to get a child
-            for key in [key for key, root in self._roots.items() if not root.children]:
-                del self._roots[key], self._namespaces[key]
-
     def _end_storing(self, held: TreeNode) -> None:
         with self._lock:
-            self._num_storing -= 1
-            self._unhold(held.key)
-            if len(self._roots) > _MAX_EMPTY_ROOTS:
-                self._prune_roots()
+            self._store.num_storing -= 1
+            self._store.unhold(held.key)
+            if len(self._store.roots) > _MAX_EMPTY_ROOTS:
+                self._store.prune_roots()
 
     def _match_of(self, node: TreeNode, end: int) -> ChunkMatch:
-        return ChunkMatch(self._entries[node.key].chunk, node.start, end)
-
-    def _hold(self, key: str) -> None:
-        """Keep a chunk, and so all before it, from eviction. A root needs no hold."""
-        if key in self._entries:
-            self._entries[key].readers += 1
-            self._shield(key, 1)
-
-    def _unhold(self, key: str) -> None:
-        if key in self._entries:
-            self._entries[key].readers -= 1
-            self._shield(key, -1)
-
-    def _shield(self, key: str, change: int) -> None:
-        """Book readers and pins on a chunk and on all chunks before it."""
-        node: TreeNode | None = self._entries[key].node
-        while node is not None and not node.is_root:
-            entry = self._entries[node.key]
-            before, entry.shields = entry.shields, entry.shields + change
-            if (before > 0) != (entry.shields > 0):
-                sign = 1 if entry.shields else -1
-                self._tier.keep(sign * entry.size_bytes, sign)
-                self._update_evictable(node.key)
-            node = node.parent
+        return ChunkMatch(self._store.entries[node.key].chunk, node.start, end)
 
     @staticmethod
     def _depth(node: TreeNode) -> int:
@@ -530,49 +428,29 @@ class KVCacheManager:
             depth, current = depth + 1, current.parent
         return depth
 
-    def _touch(self, key: str) -> None:
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.chunk.touch()
-            self._tier.touch(key, entry.chunk.access_count)
-
-    def _update_evictable(self, key: str) -> None:
-        entry = self._entries.get(key)
-        if entry is not None:
-            self._tier.set_evictable(key, entry.is_evictable)
-
     def _refuse(self, report: StoreReport, reason: str) -> bool:
         report.refused[reason] += 1
         self._counts[f"refused: {reason}"] += 1
         return False
 
-    def _why_missing(self, raw: bytes, namespace: Namespace, walk: prefix_tree.Walk | None) -> str:
-        return why_missing(raw, namespace, walk, self._evicted, self._roots, self._namespaces)
-
     # --- accounts ----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._entries)
+            return len(self._store.entries)
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes at this moment."""
         with self._lock:
             return {
-                "chunks": len(self._entries),
-                "bytes": self._tier.used_bytes,
-                "max_chunks": self._tier.max_entries,
-                "max_bytes": self._tier.max_bytes,
-                "pinned_chunks": self._num_pinned(),
-                "requests": self._counts["requests"],
-                "hits": {"exact": self._counts["exact_hits"]},
-                "prompt_tokens": self._counts["prompt_tokens"],
-                "tokens_saved": self._counts["exact_tokens"],
-                "prefill_tokens_per_second": self._prefill_speed(),
-                "prefill_seconds_saved": self._prefill_seconds_saved(),
-                "misses": dict(self._misses),
+                "chunks": len(self._store.entries),
+                "bytes": self._store.tier.used_bytes,
+                "max_chunks": self._store.tier.max_entries,
+                "max_bytes": self._store.tier.max_bytes,
+                "pinned_chunks": self._store.num_pinned(),
+                **self._usage.stats(),
                 "stored_chunks": self._counts["stored_chunks"],
-                "evicted_chunks": self._counts["evicted_chunks"],
+                "evicted_chunks": self._store.num_evicted,
                 "refused": {
                     name.removeprefix("refused: "): count
                     for name, count in self._counts.items()
@@ -580,28 +458,10 @@ class KVCacheManager:
                 },
             }
 
-    def _prefill_speed(self) -> float | None:
-        return self._prefill_tokens / self._prefill_seconds if self._prefill_seconds else None
-
-    def _prefill_seconds_saved(self) -> float | None:
-        """Estimated from the prefill that was measured; None before any was."""
-        speed = self._prefill_speed()
-        return self._counts["exact_tokens"] / speed if speed else None
-
-    def _num_pinned(self) -> int:
-        """Chunks that a pin keeps: the pinned ones and all before them."""
-        kept: set[str] = set()
-        for entry in self._entries.values():
-            node: TreeNode | None = entry.node if entry.pins else None
-            while node is not None and not node.is_root and node.key not in kept:
-                kept.add(node.key)
-                node = node.parent
-        return len(kept)
-
     def check_integrity(self) -> None:
         """Raise AssertionError where tree, entries and books disagree. For tests."""
         with self._lock:
-            store_audit.check(self._roots.values(), self._entries, self._tier, pending=bool(self._reserved))
+            store_audit.check(self._store)
 
 
 def _new_chunk(

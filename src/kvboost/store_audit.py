@@ -1,42 +1,17 @@
-"""An entry of the chunk store, and the check that tree, entries and books agree.
-
-The check is for tests: they run it after every scenario.
-"""
+"""The check that tree, entries and books of a chunk store agree. Tests run it after every scenario."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-
-from kvboost.memory_tier import MemoryTier
-from kvboost.models import CachedChunk, token_bytes
+from kvboost.chunk_store import ChunkStore, StoreEntry
+from kvboost.models import token_bytes
 from kvboost.prefix_tree import TreeNode, below
 
 
-@dataclass
-class StoreEntry:
-    """A chunk with its node in the tree, its true size, and who needs it."""
-
-    chunk: CachedChunk
-    node: TreeNode
-    size_bytes: int
-    readers: int = 0
-    pins: int = 0
-    shields: int = 0  # readers and pins of this chunk and of all that follow it
-
-    @property
-    def is_evictable(self) -> bool:
-        return not (self.node.children or self.shields)
-
-
-def check(
-    roots: Iterable[TreeNode], entries: Mapping[str, StoreEntry], tier: MemoryTier, *, pending: bool
-) -> None:
-    """Raise AssertionError where something disagrees.
-
-    `pending` says that room is charged for chunks that are being made.
-    """
-    trees = list(roots)
+def check(store: ChunkStore) -> None:
+    """Raise AssertionError where something disagrees."""
+    entries, tier = store.entries, store.tier
+    pending = bool(store.reserved)  # room is charged for chunks that are being made
+    trees = list(store.roots.values())
     nodes = [node for root in trees for node in below(root)]
     for node in [*trees, *nodes]:
         _check_order(node)

@@ -49,7 +49,7 @@ class LruManager(KVCacheManager):
 
     def __init__(self, max_chunks: int | None, max_cache_bytes: int | None, *, chunk_size: int) -> None:
         super().__init__(max_chunks, max_cache_bytes, chunk_size=chunk_size)
-        self._tier = LruTier(max_chunks, max_cache_bytes)
+        self._store.tier = LruTier(max_chunks, max_cache_bytes)
 
 
 def run(settings: EvictionSettings, tell: Tell = lambda _text: None) -> dict[str, Any]:

@@ -1,0 +1,180 @@
+"""The chunks that are held: their place in the tree, their bytes in the books, who needs them.
+
+Joins the prefix tree (which tokens are known) with the RAM tier's books (what fits, who goes).
+A chunk that is read or pinned shields itself and all chunks before it from eviction, so what
+may go is known at any moment and room is only promised where it can be made. Not thread-safe by
+itself, and it does not know how KV is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvboost import prefix_tree
+from kvboost.memory_tier import MemoryTier
+from kvboost.miss_reasons import EvictedChunks, why_missing
+from kvboost.models import CachedChunk
+from kvboost.namespace import Namespace
+from kvboost.prefix_tree import TreeNode
+
+
+@dataclass
+class StoreEntry:
+    """A chunk with its node in the tree, its true size, and who needs it."""
+
+    chunk: CachedChunk
+    node: TreeNode
+    size_bytes: int
+    readers: int = 0
+    pins: int = 0
+    shields: int = 0  # readers and pins of this chunk and of all that follow it
+
+    @property
+    def is_evictable(self) -> bool:
+        return not (self.node.children or self.shields)
+
+
+class ChunkStore:
+    """Entries by key, a tree per namespace, and the books."""
+
+    def __init__(self, max_chunks: int | None, max_cache_bytes: int | None) -> None:
+        self.tier = MemoryTier(max_chunks, max_cache_bytes)
+        self.roots: dict[str, TreeNode] = {}
+        self.namespaces: dict[str, Namespace] = {}
+        self.entries: dict[str, StoreEntry] = {}
+        self.evicted = EvictedChunks()
+        self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
+        self.num_storing = 0
+        self.num_evicted = 0
+
+    def reserve(self, key: str, size: int) -> None:
+        """Charge room for a chunk that is about to be made."""
+        self.tier.charge(size)
+        self.tier.keep(size)
+        self.reserved.add(key)
+
+    def cancel(self, key: str, size: int) -> None:
+        """Give back the room of a chunk that was not made."""
+        self.reserved.discard(key)
+        self.tier.keep(-size, -1)
+        self.tier.refund(size)
+
+    def insert(self, parent: TreeNode, span: bytes, chunk: CachedChunk, size: int, pins: int) -> TreeNode:
+        """Put a chunk into its reserved room, held once."""
+        key = chunk.chunk_id
+        self.reserved.discard(key)
+        self.tier.keep(-size, -1)
+        node = prefix_tree.insert(parent, span, key, None)
+        self.entries[key] = StoreEntry(chunk, node, size)
+        self.tier.touch(key, chunk.access_count)
+        self.evicted.forget(key)
+        self.hold(key)
+        self.move_pins(node, pins)
+        return node
+
+    def root(self, namespace: Namespace) -> TreeNode:
+        """The root of a namespace's tree, made where there is none."""
+        if namespace.key not in self.roots:
+            self.roots[namespace.key] = TreeNode(namespace.key, b"", None)
+        self.namespaces[namespace.key] = namespace
+        return self.roots[namespace.key]
+
+    def prune_roots(self) -> None:
+        """Drop the roots of namespaces that hold nothing."""
+        if self.num_storing == 0:  # otherwise an empty root may be about to get a child
+            for key in [key for key, root in self.roots.items() if not root.children]:
+                del self.roots[key], self.namespaces[key]
+
+    def hold(self, key: str) -> None:
+        """Keep a chunk, and so all before it, from eviction. A root needs no hold."""
+        if key in self.entries:
+            self.entries[key].readers += 1
+            self.shield(key, 1)
+
+    def unhold(self, key: str) -> None:
+        """End one hold."""
+        if key in self.entries:
+            self.entries[key].readers -= 1
+            self.shield(key, -1)
+
+    def shield(self, key: str, change: int) -> None:
+        """Book readers and pins on a chunk and on all chunks before it."""
+        node: TreeNode | None = self.entries[key].node
+        while node is not None and not node.is_root:
+            entry = self.entries[node.key]
+            before, entry.shields = entry.shields, entry.shields + change
+            if (before > 0) != (entry.shields > 0):
+                sign = 1 if entry.shields else -1
+                self.tier.keep(sign * entry.size_bytes, sign)
+                self.update_evictable(node.key)
+            node = node.parent
+
+    def touch(self, key: str) -> None:
+        """Count one use of a chunk."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.chunk.touch()
+            self.tier.touch(key, entry.chunk.access_count)
+
+    def update_evictable(self, key: str) -> None:
+        """Tell the books whether a chunk may go now."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.tier.set_evictable(key, entry.is_evictable)
+
+    def move_pins(self, node: TreeNode, pins: int) -> None:
+        """Pin `node` as its predecessor was; a pin on a root is a pin on nothing."""
+        if pins and not node.is_root:
+            self.entries[node.key].pins += pins
+            self.shield(node.key, pins)
+
+    def can_replace(self, tail: TreeNode) -> bool:
+        """Whether a longer chunk may take the place of `tail`: nobody reads it, nothing follows it."""
+        return not tail.children and self.entries[tail.key].readers == 0
+
+    def make_room(self, size: int, replacing: TreeNode | None) -> bool:
+        """Evict until `size` bytes fit, counting `replacing` as gone; False if they cannot."""
+        credit = self.entries[replacing.key].size_bytes if replacing is not None else 0
+        slots = 0 if replacing is not None else 1
+        pinned = replacing is not None and self.entries[replacing.key].shields > 0
+        if not self.tier.could_fit(size - credit * pinned, 1 - pinned):
+            return False  # not at the expense of what is there
+        if replacing is not None:
+            self.tier.set_evictable(replacing.key, False)
+        while not self.tier.fits(size - credit, slots):
+            victim = self.tier.next_victim()
+            if victim is None:
+                raise AssertionError("the books promised room that is not there")
+            node = self.entries[victim].node
+            self.drop(node)
+            self.num_evicted += 1
+            self.evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
+        return True
+
+    def drop(self, node: TreeNode) -> StoreEntry:
+        """Take a chunk out of tree and books."""
+        entry = self.entries[node.key]
+        if entry.shields:  # pins: they move along
+            self.shield(node.key, -entry.shields)
+        del self.entries[node.key]
+        parent = node.parent
+        prefix_tree.remove(node)
+        self.tier.forget(node.key)
+        self.tier.refund(entry.size_bytes)
+        if parent is not None and not parent.is_root:
+            self.update_evictable(parent.key)
+        return entry
+
+    def num_pinned(self) -> int:
+        """Chunks that a pin keeps: the pinned ones and all before them."""
+        kept: set[str] = set()
+        for entry in self.entries.values():
+            node: TreeNode | None = entry.node if entry.pins else None
+            while node is not None and not node.is_root and node.key not in kept:
+                kept.add(node.key)
+                node = node.parent
+        return len(kept)
+
+    def why_missing(self, raw: bytes, namespace: Namespace, walk: prefix_tree.Walk | None) -> str:
+        """Why the tokens after what `walk` found were not found."""
+        return why_missing(raw, namespace, walk, self.evicted, self.roots, self.namespaces)
