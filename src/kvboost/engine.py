@@ -284,9 +284,6 @@ class InferenceEngine:
             decoded = decode.generate(
                 self.model, self.tokenizer, request.token_ids, None, request.options, request.watch
             )
-        self._reader.remember_answer(
-            self._reader.decode(decoded.token_ids), decoded.token_ids, request.namespace.salt
-        )
         return self._result(request, decoded, (self._live(request, reason),))
 
     # --- filling the cache -------------------------------------------------------------------
@@ -301,10 +298,10 @@ class InferenceEngine:
         self._check_positions(position_offset + total, "position_offset and text", position_offset)
         namespace = self._namespaces.current(self._salt(cache_salt))
         end = total - total % self.chunk_size if self.bit_exact else total
-        report = StoreReport()
-        if self._exact_range is None or position_offset + total <= self._exact_range:
-            report = self._warm_exact(prompt.token_ids, end, namespace, position_offset)
         tail = total % self.chunk_size
+        if self._exact_range is not None and position_offset + total > self._exact_range:
+            return WarmResult(0, total, self.chunk_size, tail == 0, tail, f"not kept, {rope.GATED_REASON}")
+        report = self._warm_exact(prompt.token_ids, end, namespace, position_offset)
         return WarmResult(
             chunks_stored=report.present + report.stored,
             token_count=total,

@@ -45,6 +45,7 @@ class PromptReader:
         self._special_texts = tuple(str(token) for token in getattr(tokenizer, "all_special_tokens", ()))
         self._answers: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
         self._lock = threading.Lock()
+        self._encoding = threading.Lock()  # fast tokenizers fail where two threads encode at once
 
     def read(self, prompt: Prompt, salt: str = "", *, warming: bool = False) -> TokenizedPrompt:
         """Tokenize `prompt`. With `warming`, leave out what only the end of a prompt has."""
@@ -92,7 +93,8 @@ class PromptReader:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        with self._encoding:
+            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(encoded["input_ids"])
 
     def _without_trailing_special(self, ids: list[int], text: str) -> list[int]:

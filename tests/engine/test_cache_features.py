@@ -285,6 +285,23 @@ def test_8_threads_with_20_prompts_each(
         assert len(keys) == len(set(keys))
 
 
+def test_threads_with_text_and_chats(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    texts = [f"A story about the number {k % 5}. " * 3 + f"It ends with {k}." for k in range(32)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    prompts: list[Any] = [*texts, *chats]
+    expected = [engine.generate(p, max_new_tokens=3, mode="baseline").output_text for p in prompts]
+    results: list[Any] = [None] * len(prompts)
+
+    def work(number: int) -> None:
+        for index in range(number, len(prompts), 8):
+            results[index] = "".join(engine.stream(prompts[index], max_new_tokens=3, mode="prefix_cache"))
+            engine.explain(prompts[index])
+
+    _in_threads(8, work)
+    assert results == expected
+
+
 def test_look_ups_do_not_wait_for_a_forward(make_engine: MakeEngine) -> None:
     from kvboost.decode import model_lock
 
