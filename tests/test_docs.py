@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import readme_numbers
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -30,6 +32,11 @@ def test_readme_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     engine = scope["engine"]
     engine.cache_manager.check_integrity()  # type: ignore[attr-defined]
     assert (tmp_path / "my-cache" / "cache.json").is_file()
+
+
+def test_readme_numbers_are_those_of_the_result_file() -> None:
+    for made in (readme_numbers.table(), readme_numbers.storing(), readme_numbers.machine()):
+        assert made in README
 
 
 def test_readme_links_exist() -> None:

@@ -18,6 +18,19 @@ from kvboost.errors import KVBoostError
 
 HEAVY = {"torch", "transformers", "kvboost.engine", "kvboost.models", "kvboost.bench", "kvboost.loading"}
 
+COMMANDS = [
+    [],
+    ["demo"],
+    ["generate"],
+    ["warm"],
+    ["explain"],
+    ["stats"],
+    ["bench"],
+    ["bench", "prefix"],
+    ["bench", "lookup"],
+    ["bench", "eviction"],
+]
+
 
 def failing_group(error: BaseException) -> click.Group:
     @click.group(cls=KVBoostGroup)
@@ -32,12 +45,12 @@ def failing_group(error: BaseException) -> click.Group:
     return group
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo"], ["generate"], ["bench"], ["bench", "prefix"]])
+@pytest.mark.parametrize("arguments", COMMANDS)
 def test_every_command_has_help(arguments: list[str]) -> None:
     outcome = CliRunner().invoke(main, [*arguments, "--help"])
     assert outcome.exit_code == 0
     assert outcome.stdout.startswith("Usage: ")
-    for command in ("demo", "generate", "bench") if not arguments else ():
+    for command in ("demo", "generate", "warm", "explain", "stats", "bench") if not arguments else ():
         assert command in outcome.stdout
 
 
