@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvboost.bench import tiny_kv
@@ -29,10 +28,14 @@ MIN_SHARE_OF_PIN_SET = 0.9
 
 @dataclass(frozen=True)
 class EvictionSettings:
-    """What is replayed, how often, and the budget as a share of what no limit would keep."""
+    """What is replayed, how often, and the budget as a share of what no limit would keep.
+
+    `open_chats` are several numbers of chats that go on at the same time, one measurement each.
+    """
 
     chats: ChatSettings = dataclasses.field(default_factory=ChatSettings)
-    seeds: tuple[int, ...] = tuple(range(8))
+    open_chats: tuple[int, ...] = (20, 100, 300)
+    seeds: tuple[int, ...] = tuple(range(5))
     budget_share: float = 0.3
     chunk_size: int = 128
 
@@ -54,26 +57,33 @@ class LruManager(KVCacheManager):
 
 def run(settings: EvictionSettings, tell: Tell = lambda _text: None) -> dict[str, Any]:
     """Replay every seed's chats, return the record; `tell` hears what is being done."""
-    machine = machine_record(torch.device("cpu"))
-    replays = []
-    for number, seed in enumerate(settings.seeds):
-        tell(f"replay {number + 1} of {len(settings.seeds)}")
-        replays.append(_replay_all(settings, seed))
-    shares = {
-        name: _mean_and_range([replay["hit_share"][name] for replay in replays]) for name in CONTESTANTS
-    }
     return {
         "benchmark": "eviction",
-        "machine": machine,
+        "machine": machine_record(torch.device("cpu")),
         "settings": dataclasses.asdict(settings),
-        "replays": replays,
-        "hit_share": shares,
-        "targets": _targets(replays),
+        "levels": [_measure_level(settings, open_chats, tell) for open_chats in settings.open_chats],
     }
 
 
-def _replay_all(settings: EvictionSettings, seed: int) -> dict[str, Any]:
-    turns = replayed_turns(settings.chats, seed)
+def _measure_level(settings: EvictionSettings, open_chats: int, tell: Tell) -> dict[str, Any]:
+    """All seeds with `open_chats` chats going on at the same time."""
+    chats = dataclasses.replace(settings.chats, open_chats=open_chats)
+    replays = []
+    for number, seed in enumerate(settings.seeds):
+        tell(f"{open_chats} chats at a time: replay {number + 1} of {len(settings.seeds)}")
+        replays.append(_replay_all(settings, seed, replayed_turns(chats, seed)))
+    return {
+        "open_chats": open_chats,
+        "hit_share": {
+            name: _mean_and_range([replay["hit_share"][name] for replay in replays]) for name in CONTESTANTS
+        },
+        "targets": _targets(replays),
+        "replays": replays,
+    }
+
+
+def _replay_all(settings: EvictionSettings, seed: int, turns: list[ChatTurn]) -> dict[str, Any]:
+    """The same turns for everybody."""
     size = settings.chunk_size
     unlimited = KVCacheManager(None, None, chunk_size=size)
     most = replay(unlimited, turns)
@@ -95,7 +105,7 @@ def _replay_all(settings: EvictionSettings, seed: int) -> dict[str, Any]:
         "unlimited_bytes": total_bytes,
         "budget_bytes": budget,
         "evicted_chunks": ours.stats()["evicted_chunks"],
-        "hit_share": {name: hits[name] / prompt_tokens for name in CONTESTANTS},
+        "hit_share": {name: round(hits[name] / prompt_tokens, 4) for name in CONTESTANTS},
     }
 
 
@@ -150,15 +160,10 @@ def _targets(replays: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ratios = [replay["hit_share"]["kvboost"] / replay["hit_share"][rival] for replay in replays]
         found.append(
             {
-                "name": f"kvboost over {rival}, x",
+                "name": f"kvboost / {rival}",
                 **_mean_and_range(ratios),
                 "at_least": least,
                 "met": min(ratios) >= least,
             }
         )
     return found
-
-
-def pinned_share(share: float) -> str:
-    """A share as it is shown."""
-    return f"{np.round(share * 100, 1)}%"

@@ -14,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvboost.cli.bench_store import eviction, lookup
+from kvboost.cli.counts import read_counts
 from kvboost.cli.options import engine_options
 from kvboost.cli.session import opened_engine
 
@@ -30,14 +32,8 @@ def bench() -> None:
     """Measure on this machine. Every benchmark ends with one line of JSON."""
 
 
-def _read_lengths(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        lengths = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"expected numbers with commas between them, got {value!r}") from None
-    if min(lengths) < 1:
-        raise click.BadParameter(f"every length must be at least 1, got {min(lengths)}")
-    return lengths
+bench.add_command(lookup)
+bench.add_command(eviction)
 
 
 @bench.command()
@@ -46,7 +42,7 @@ def _read_lengths(_context: click.Context, _option: click.Parameter, value: str)
     "--lengths",
     default="1024,2048,4096",
     show_default=True,
-    callback=_read_lengths,
+    callback=read_counts,
     help="Shared tokens, one measurement each.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Per length.")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from kvboost.cli.cache_folder import FOLDER, holds_cache, load_cache, unlimited
 from kvboost.cli.options import engine_options
 from kvboost.cli.session import opened_engine
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvboost.prompts import Prompt
 
 MODES = ("chunk_kv_reuse", "prefix_cache", "baseline")
+WITHOUT_CACHE = "baseline"
 
 
 @click.command()
@@ -39,6 +41,12 @@ MODES = ("chunk_kv_reuse", "prefix_cache", "baseline")
 @click.option("--do-sample", is_flag=True, help="Draw tokens instead of taking the likeliest.")
 @click.option("--temperature", type=float, default=None, help="With --do-sample.  [default: 1.0]")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="Draw the same tokens every time.")
+@click.option(
+    "--cache",
+    type=FOLDER,
+    help="Folder of a saved cache: loaded first if there is one, saved after the answer. Has no limit of "
+    "chunks unless you set one; mode baseline neither reads nor writes it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
 @engine_options
 def generate(
@@ -51,6 +59,7 @@ def generate(
     do_sample: bool,
     temperature: float | None,
     seed: int | None,
+    cache: Path | None,
     as_json: bool,
     engine_options: dict[str, Any],
 ) -> None:
@@ -68,19 +77,28 @@ def generate(
     if temperature is not None and not do_sample:
         raise click.UsageError("--temperature has an effect only with --do-sample")
     request: dict[str, Any] = {
-        "prompt": [{"role": "user", "content": text}] if chat else text,
+        "prompt": as_prompt(text, chat=chat),
         "max_new_tokens": max_new_tokens,
         "mode": mode,
         "temperature": 1.0 if temperature is None else temperature,
         "do_sample": do_sample,
         "seed": seed,
     }
-    with opened_engine(model, engine_options, None if as_json else Console(stderr=True)) as engine:
+    if mode == WITHOUT_CACHE:
+        cache = None
+    known = cache is not None and holds_cache(cache)
+    options = engine_options if cache is None else unlimited(engine_options)
+    progress = False if as_json else None
+    with opened_engine(model, options, None if as_json else Console(stderr=True)) as engine:
+        if cache is not None and known:
+            load_cache(engine, cache, progress=progress)
         if as_json:
             result = engine.generate(**request)
             click.echo(json.dumps({"model": model, **dataclasses.asdict(result)}))
         else:
             click.echo(summary(_print_answer(engine, **request)), err=True)
+        if cache is not None:
+            engine.save(cache, progress=progress)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -88,13 +106,23 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError('give either PROMPT ("-" for stdin) or --prompt-file')
     if prompt_file is not None:
-        try:
-            return prompt_file.read_text(encoding="utf-8").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise click.BadParameter(f"{prompt_file} is not UTF-8 text: {error}") from error
+        return read_text(prompt_file)
     if prompt == "-":
         return sys.stdin.read().removesuffix("\n")
     return str(prompt)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, without one line break at its end."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"{path} is not UTF-8 text: {error}") from error
+
+
+def as_prompt(text: str, *, chat: bool) -> Prompt:
+    """The text as it is, or as a user's message."""
+    return [{"role": "user", "content": text}] if chat else text
 
 
 def _print_answer(engine: InferenceEngine, prompt: Prompt, **options: Any) -> GenerationResult:

@@ -12,7 +12,10 @@ import click
 from kvboost import __version__
 from kvboost.cli.bench import bench
 from kvboost.cli.demo import demo
+from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
+from kvboost.cli.stats import stats
+from kvboost.cli.warm import warm
 from kvboost.errors import KVBoostError
 
 INTERRUPTED = 130
@@ -50,6 +53,9 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     \b
     kvboost demo                                  see it work, on a built-in model
     kvboost generate builtin "Why is the sky blue?" --chat
+    kvboost warm builtin handbook.txt --cache DIR  read texts once, keep them
+    kvboost stats --cache DIR                     see what is kept
+    kvboost explain builtin PROMPT --cache DIR    what would be reused, and why not the rest
     kvboost bench prefix                          measure it on this machine
 
     MODEL is a hub name, a folder, or "builtin".
@@ -58,4 +64,7 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
 
 main.add_command(demo)
 main.add_command(generate)
+main.add_command(warm)
+main.add_command(explain)
+main.add_command(stats)
 main.add_command(bench)
