@@ -31,7 +31,7 @@ def test_stores_hold_as_much_as_they_say() -> None:
         assert store["total_ms"] >= store["lookup_ms"]["median"]
         assert store["fill_us_per_chunk"] > 0
     assert [target["at_most"] for target in record["targets"]] == [1.5, 1.5, 150, 60]
-    assert "60 chunks / with 10" in record["targets"][0]["name"]
+    assert "60 chunks / 10" in record["targets"][0]["name"]
 
 
 def test_one_parent_has_all_the_others() -> None:

@@ -163,7 +163,7 @@ def _targets(stores: list[FilledStore], hashes_ms: float) -> list[dict[str, Any]
     for shape in SHAPES:
         of_shape = sorted((store for store in stores if store.shape == shape), key=lambda store: store.size)
         few, many = (statistics.median(store.times_ms) for store in (of_shape[0], of_shape[-1]))
-        name = f"time with {of_shape[-1].size:,} chunks / with {of_shape[0].size:,}, {shape}"
+        name = f"time, {of_shape[-1].size:,} chunks / {of_shape[0].size:,}, {shape}"
         found.append((name, many / few, MAX_RATIO))
     slowest = max(statistics.median(store.times_ms) for store in stores)
     found.append(("look-up and hashes, slowest store, ms", slowest + hashes_ms, MAX_TOTAL_MS))
