@@ -190,7 +190,10 @@ class KVCacheManager:
         report = StoreReport()
         with self._lock:
             self._store.num_storing += 1
-            node = self._where_to_store(prefix_tree.walk(self._store.root(namespace), raw), set(cuts))
+            walk = prefix_tree.walk(self._store.root(namespace), raw)
+            if walk.length * TOKEN_BYTES < len(raw):
+                self._store.discount_uses(walk)
+            node = self._where_to_store(walk, set(cuts))
             report.present = self._depth(node)
             self._store.hold(node.key)
         try:
@@ -201,11 +204,8 @@ class KVCacheManager:
                 child = self._store_span(node, span, layout, extract, report, text_of, position_offset)
                 if child is None and report.refused:
                     break
-                if child is None:
-                    continue  # known as the start of a longer chunk; see whether the next cut goes beyond
-                with self._lock:
-                    self._store.unhold(node.key)
-                node = child
+                if child is not None:  # else the start of a longer chunk; the next cut may go beyond it
+                    node = child
         finally:
             self._end_storing(node)
         return report
@@ -256,10 +256,7 @@ class KVCacheManager:
                 given=dataclasses.replace(chunk, chunk_id=key, prefix_hash=key),
             )
         finally:
-            if node is not None:
-                with self._lock:
-                    self._store.unhold(node.key)
-            self._end_storing(parent)
+            self._end_storing(node if node is not None else parent)
         return node is not None or report.present > 0
 
     @contextmanager
@@ -305,11 +302,11 @@ class KVCacheManager:
                 return True
             if not self._store.tier.fits(chunk.length * layout.bytes_per_token):
                 return False
+            self._store.hold(parent.key)
             node = self._store_span(
                 parent, raw, layout, lambda _start, _end: packed, StoreReport(), given=chunk
             )
-            if node is not None:
-                self._store.unhold(node.key)
+            self._store.unhold(node.key if node is not None else parent.key)
             return node is not None
 
     def _store_span(
@@ -323,13 +320,14 @@ class KVCacheManager:
         position_offset: int = 0,
         given: CachedChunk | None = None,
     ) -> TreeNode | None:
-        """Store one chunk under `parent`; returns its node, held by one reader, or None."""
+        """Store one chunk under `parent`, which a reader holds; returns its node, which then has
+        that reader instead, or None."""
         tokens = len(span) // TOKEN_BYTES
         size = tokens * layout.bytes_per_token
         with self._lock:
             near, common = prefix_tree.best_child(parent, span)
             if near is not None and common == tokens:
-                return self._already_there(near, span, report)
+                return self._already_there(parent, near, span, report)
             key = given.chunk_id if given is not None else chained_hash_from_bytes(span, parent.key)
             if key in self._store.entries or key in self._store.reserved:
                 self._refuse(report, "hash collision" if key in self._store.entries else "being stored")
@@ -361,12 +359,14 @@ class KVCacheManager:
         report.stored_bytes += size
         return node
 
-    def _already_there(self, near: TreeNode, span: bytes, report: StoreReport) -> TreeNode | None:
+    def _already_there(
+        self, parent: TreeNode, near: TreeNode, span: bytes, report: StoreReport
+    ) -> TreeNode | None:
         """The span is stored, as a chunk or as the start of a longer one."""
         report.present += 1
         if near.tokens != span:
             return None  # nothing can follow inside a longer chunk
-        self._store.hold(near.key)
+        self._store.hand_on(parent, near)
         return near
 
     def _parent_of(self, chunk: CachedChunk, raw: bytes) -> TreeNode:

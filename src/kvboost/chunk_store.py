@@ -28,6 +28,12 @@ class StoreEntry:
     readers: int = 0
     pins: int = 0
     shields: int = 0  # readers and pins of this chunk and of all that follow it
+    discounted: int = 0  # of its uses, those that say nothing about how popular it is
+
+    @property
+    def uses(self) -> int:
+        """The uses that count for eviction."""
+        return self.chunk.access_count - self.discounted
 
     @property
     def is_evictable(self) -> bool:
@@ -60,7 +66,7 @@ class ChunkStore:
         self.tier.refund(size)
 
     def insert(self, parent: TreeNode, span: bytes, chunk: CachedChunk, size: int, pins: int) -> TreeNode:
-        """Put a chunk into its reserved room, held once."""
+        """Put a chunk into its reserved room; it takes over a reader that holds `parent`."""
         key = chunk.chunk_id
         self.reserved.discard(key)
         self.tier.keep(-size, -1)
@@ -68,7 +74,7 @@ class ChunkStore:
         self.entries[key] = StoreEntry(chunk, node, size)
         self.tier.touch(key, chunk.access_count)
         self.evicted.forget(key)
-        self.hold(key)
+        self.hand_on(parent, node)
         self.move_pins(node, pins)
         return node
 
@@ -97,6 +103,17 @@ class ChunkStore:
             self.entries[key].readers -= 1
             self.shield(key, -1)
 
+    def hand_on(self, parent: TreeNode, child: TreeNode) -> None:
+        """Move a reader from `parent` to its child; all before the child stay shielded as they are."""
+        if not parent.is_root:
+            self.entries[parent.key].readers -= 1
+        entry = self.entries[child.key]
+        entry.readers += 1
+        entry.shields += 1
+        if entry.shields == 1:
+            self.tier.keep(entry.size_bytes)
+            self.update_evictable(child.key)
+
     def shield(self, key: str, change: int) -> None:
         """Book readers and pins on a chunk and on all chunks before it."""
         node: TreeNode | None = self.entries[key].node
@@ -114,7 +131,19 @@ class ChunkStore:
         entry = self.entries.get(key)
         if entry is not None:
             entry.chunk.touch()
-            self.tier.touch(key, entry.chunk.access_count)
+            self.tier.touch(key, entry.uses)
+
+    def discount_uses(self, walk: prefix_tree.Walk) -> None:
+        """Take back uses that say nothing about popularity, now that a text goes on behind `walk`.
+
+        A chat that goes on from where its last turn ended is no second reader of its own chunks, and a
+        text that leaves a chunk in the middle brings a chunk of its own for the part they share.
+        """
+        left_inside = () if walk.partial is None else (walk.partial,)
+        for node in reversed(left_inside if walk.node.children else walk.path):
+            entry = self.entries[node.key]
+            entry.discounted = min(entry.discounted + 1, entry.chunk.access_count)
+            self.tier.touch(node.key, entry.uses)
 
     def update_evictable(self, key: str) -> None:
         """Tell the books whether a chunk may go now."""

@@ -1,13 +1,16 @@
 """The RAM tier's books: how much is held, how much may be, and who goes next.
 
 Eviction is by frequency, then age: the entry used least goes first, among equals the one used
-longest ago. Uses count from the level that eviction has reached, so that an entry that was popular
-long ago does not stay for ever. Knows entries by name, no tokens and no tensors.
+longest ago. Uses count from the level that eviction has reached, and that rises by one whenever all
+that was new at the level before is gone: a use outlasts `_TURNOVERS_PER_USE` such rounds, so an entry
+that was popular long ago does not stay for ever. Knows entries by name, no tokens and no tensors.
 """
 
 from __future__ import annotations
 
 import heapq
+
+_TURNOVERS_PER_USE = 8  # measured with `kvboost bench eviction`; see docs/log.md
 
 
 class MemoryTier:
@@ -22,7 +25,7 @@ class MemoryTier:
         self.kept_entries = 0
         self._level = 0
         self._clock = 0
-        self._ranks: dict[str, tuple[int, int]] = {}  # every entry: (level + uses, last use)
+        self._ranks: dict[str, tuple[int, int]] = {}  # every entry: (level + worth, last use)
         self._evictable: set[str] = set()
         self._heap: list[tuple[int, int, str]] = []  # evictable ones by rank, with outdated leftovers
 
@@ -64,7 +67,7 @@ class MemoryTier:
     def touch(self, entry: str, uses: int) -> None:
         """Rank `entry`, used `uses` times by now, as used just now."""
         self._clock += 1
-        self._ranks[entry] = (self._level + uses, self._clock)
+        self._ranks[entry] = (self._level + 1 + _TURNOVERS_PER_USE * uses, self._clock)
         if entry in self._evictable:
             self._push(entry)
 

@@ -85,25 +85,25 @@ def walk(start: TreeNode, tokens: bytes) -> Walk:
 
     `tokens` are those of the whole text, from its first token on.
     """
-    path: list[TreeNode] = []
-    node = start
-    while True:
-        first = node.end * TOKEN_BYTES
-        rest = tokens[first : first + node.longest_child]
-        whole = whole_children(node, rest)
-        near, common = best_child(node, rest)
-        if len(whole) == 1 and common * TOKEN_BYTES <= len(whole[0].tokens):
+    best: Walk | None = None
+    waiting: list[tuple[TreeNode, list[TreeNode]]] = [(start, [])]
+    while waiting:
+        node, path = waiting.pop()
+        while True:
+            first = node.end * TOKEN_BYTES
+            rest = tokens[first : first + node.longest_child]
+            whole = whole_children(node, rest)
+            near, common = best_child(node, rest)
+            if len(whole) != 1 or common * TOKEN_BYTES > len(whole[0].tokens):
+                break
             node = whole[0]
             path.append(node)
-            continue
-        ways = [_joined(start, path, child, walk(child, tokens)) for child in whole]
-        ways.append(Walk(start, tuple(path), near if common else None, common, near))
-        return max(ways, key=lambda way: way.length)
-
-
-def _joined(start: TreeNode, path: list[TreeNode], child: TreeNode, rest: Walk) -> Walk:
-    """The walk along `path` to `child` and on from there."""
-    return Walk(start, (*path, child, *rest.path), rest.partial, rest.partial_tokens, rest.nearest)
+        way = Walk(start, tuple(path), near if common else None, common, near)
+        if best is None or way.length >= best.length:  # whole chunks rather than a part of another
+            best = way
+        waiting += [(child, [*path, child]) for child in whole]  # the longest is followed last: it wins
+    assert best is not None
+    return best
 
 
 def whole_children(node: TreeNode, tokens: bytes) -> list[TreeNode]:

@@ -113,7 +113,7 @@ def test_the_victim_is_always_the_lowest_rank(steps: list[tuple[str, str]]) -> N
         if step == "touch":
             uses[name] = uses.get(name, -1) + 1
             tier.touch(name, uses[name])
-            ranks[name] = (level + uses[name], clock)
+            ranks[name] = (level + 1 + 8 * uses[name], clock)
         elif step == "forget" or name not in ranks:
             tier.forget(name)
             for known in (ranks, uses):
