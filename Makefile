@@ -29,6 +29,8 @@ proof: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench prefix --out benchmarks/results
+	$(VENV)/bin/kvboost bench lookup --out benchmarks/results
+	$(VENV)/bin/kvboost bench eviction --out benchmarks/results
 
 format: $(VENV)/.ready
 	$(VENV)/bin/ruff check --fix .

@@ -66,4 +66,5 @@ def load(model_name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
         )
     tokenizer = AutoTokenizer.from_pretrained(source, **shared)
     model = AutoModelForCausalLM.from_pretrained(source, **settings)
+    model.config._name_or_path = model_name  # what the user calls it, not where it happens to lie
     return model.eval(), tokenizer
