@@ -31,6 +31,8 @@ bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench prefix --out benchmarks/results
 	$(VENV)/bin/kvboost bench lookup --out benchmarks/results
 	$(VENV)/bin/kvboost bench eviction --out benchmarks/results
+	$(VENV)/bin/kvboost bench quality --out benchmarks/results
+	$(VENV)/bin/kvboost bench rag --out benchmarks/results
 
 format: $(VENV)/.ready
 	$(VENV)/bin/ruff check --fix .

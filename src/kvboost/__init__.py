@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvboost.cache_manager import KVCacheManager
+    from kvboost.cacheblend import CacheBlendRecompute
     from kvboost.chunk_registry import ChunkRegistry
     from kvboost.compat import (
         SUPPORTED_ARCHITECTURES,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         content_hash_from_tokens,
     )
     from kvboost.prompt_assembler import PromptAssembler
+    from kvboost.selective_recompute import SelectiveRecompute
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ _HOMES = {
     "UNSUPPORTED_ARCHITECTURES": "compat",
     "AssembledPrompt": "models",
     "AssemblyMode": "models",
+    "CacheBlendRecompute": "cacheblend",
     "CachedChunk": "models",
     "ChunkRegistry": "chunk_registry",
     "ChunkStrategy": "models",
@@ -47,6 +50,7 @@ _HOMES = {
     "KVCacheManager": "cache_manager",
     "PromptAssembler": "prompt_assembler",
     "RecomputeStrategy": "models",
+    "SelectiveRecompute": "selective_recompute",
     "WarmResult": "models",
     "chained_hash": "models",
     "check_model_compatibility": "compat",
@@ -58,6 +62,7 @@ __all__ = [
     "UNSUPPORTED_ARCHITECTURES",
     "AssembledPrompt",
     "AssemblyMode",
+    "CacheBlendRecompute",
     "CachedChunk",
     "ChunkRegistry",
     "ChunkStrategy",
@@ -68,6 +73,7 @@ __all__ = [
     "KVCacheManager",
     "PromptAssembler",
     "RecomputeStrategy",
+    "SelectiveRecompute",
     "WarmResult",
     "__version__",
     "chained_hash",

@@ -167,6 +167,7 @@ class ArenaLayer(CacheLayerMixin):
             target = positions.to(self._keys.device)
             self._keys.index_copy_(2, target, key_states)
             self._values.index_copy_(2, target, value_states)
+            self._arena.check_stop(self._index)
             return self.keys, self.values
         end = self.length + key_states.shape[-2]
         if end > self._arena.capacity:
@@ -216,6 +217,7 @@ class Arena(Cache):
     def __init__(self, layout: KVLayout, capacity: int, batch: int = 1) -> None:
         self.layout = layout
         self.scatter_positions: torch.Tensor | None = None
+        self.stop_after_layer: tuple[int, Exception] | None = None
         self.slabs = [
             torch.zeros(batch, spec.rows, capacity, spec.head_dim, dtype=spec.dtype, device=spec.device)
             for spec in layout.slabs
@@ -251,6 +253,19 @@ class Arena(Cache):
         for slab, part in zip(self.slabs, packed, strict=True):
             slab[:, :, start : start + part.shape[1]].copy_(part, non_blocking=True)
 
+    def place_at(self, packed: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
+        """Copy buffers `[rows, n, head_dim]` to positions `[n]`, in every row."""
+        for slab, part in zip(self.slabs, packed, strict=True):
+            target = part.to(slab.device).expand(slab.shape[0], *part.shape)
+            slab.index_copy_(2, positions.to(slab.device), target)
+
+    def extract_at(self, positions: torch.Tensor, device: torch.device | None = None) -> Packed:
+        """Copy `positions` `[n]` of row 0 into buffers of their own `[rows, n, head_dim]`."""
+        return tuple(
+            _own_copy(slab[0].index_select(1, positions.to(slab.device)), device or slab.device)
+            for slab in self.slabs
+        )
+
     def extract(self, start: int, end: int, device: torch.device | None = None) -> Packed:
         """Copy positions `[start, end)` of row 0 into buffers of their own `[rows, tokens, head_dim]`."""
         return tuple(_own_copy(slab[0, :, start:end], device or slab.device) for slab in self.slabs)
@@ -267,6 +282,11 @@ class Arena(Cache):
             yield
         finally:
             self.scatter_positions = None
+
+    def check_stop(self, layer: int) -> None:
+        """Leave the forward, by the exception that was asked for, once `layer` has scattered its KV."""
+        if self.stop_after_layer is not None and layer == self.stop_after_layer[0]:
+            raise self.stop_after_layer[1]
 
     def grow(self, needed: int) -> None:
         """Move to slabs of at least `needed` positions, half as many again as before."""

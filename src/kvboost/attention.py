@@ -5,13 +5,19 @@ layer and step. Folding the group into the query axis (`[batch, kv_heads, group 
 against K and V as they lie) gives the same numbers without that copy. The function is registered
 in transformers' attention interface under a name of ours and switched on only while the engine
 runs a forward, and only on models whose own implementation is sdpa; whatever it does not know is
-passed on to transformers' own sdpa function. Knows no cache and no engine.
+passed on to transformers' own sdpa function.
+
+While a `QueryPattern` is in force (a forward over scattered positions), queries go through in blocks
+that see only the keys up to their last position, and their attention probabilities can be observed.
+Knows no cache and no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +29,8 @@ from kvboost.compat import sdpa_attention_function, sdpa_mask_function, text_con
 NAME = "kvboost_folded"
 # More new tokens than this, and the copies of the mask cost more than the folding saves.
 _MAX_FOLDED_TOKENS = 64
+# Queries per block of a scattered forward, on a CPU and on a GPU.
+_BLOCK_TOKENS = {False: 64, True: 512}
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -52,6 +60,9 @@ def folded_attention(
     """
     batch, heads, tokens, head_dim = query.shape
     kv_heads = key.shape[1]
+    pattern = _PATTERN.get()
+    if pattern is not None:
+        return pattern.attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     if not _can_fold(query, key, attention_mask, dropout, is_causal, kwargs):
         output: tuple[torch.Tensor, None] = sdpa_attention_function()(
             module,
@@ -109,6 +120,140 @@ def _fold_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tens
     folded_mask = values.repeat(1, 1, group, 1)
     mask._kvboost_folded = (made_for, folded_mask)  # type: ignore[attr-defined]  # rides along with its mask
     return folded_mask
+
+
+class QueryPattern:
+    """Queries at sorted positions `[n]`, each of which sees the keys at and before its own position.
+
+    `filled` `[tokens]` names the keys that may be seen at all; None = all of them. With `observe`, the
+    attention probability of every key is collected: the maximum over the queries, summed over heads
+    and layers (`scores` `[tokens]`).
+    """
+
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        tokens: int,
+        *,
+        filled: torch.Tensor | None = None,
+        observe: bool = False,
+    ) -> None:
+        self.positions = positions
+        self.tokens = tokens
+        self.filled = filled
+        self.scores = torch.zeros(tokens, device=positions.device) if observe else None
+        self._blocks: list[tuple[int, int, int]] = []
+        self._ends = positions.tolist()
+        self._masks: dict[Any, torch.Tensor] = {}
+        size = _BLOCK_TOKENS[positions.device.type == "cuda"]
+        for start in range(0, len(self._ends), size):
+            end = min(start + size, len(self._ends))
+            self._blocks.append((start, end, self._ends[end - 1] + 1))
+
+    def mask(self, start: int, end: int, keys: int, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
+        """Additive mask `[1, 1, group * (end - start), keys]` of queries `[start, end)`."""
+        made_for = (start, end, keys, dtype, group)
+        if made_for not in self._masks:
+            visible = torch.arange(keys, device=self.positions.device) <= self.positions[start:end, None]
+            if self.filled is not None:
+                visible &= self.filled[:keys]
+            values = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            values.masked_fill_(~visible, torch.finfo(dtype).min)
+            self._masks[made_for] = values.repeat(group, 1)[None, None]
+        return self._masks[made_for]
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+        scaling: float | None,
+        is_causal: bool | None,
+        extra: dict[str, Any],
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of `query` `[1, heads, n, head_dim]`, block by block."""
+        batch, heads, tokens, head_dim = query.shape
+        kv_heads = key.shape[1]
+        group = heads // kv_heads
+        known = all(name in _HARMLESS or argument is None for name, argument in extra.items())
+        if self.scores is not None:
+            self._observe(query, key, scaling, extra.get("softcap"))
+        if not known or dropout or batch != 1:
+            output: tuple[torch.Tensor, None] = _own_function(module)(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                **extra,
+            )
+            return output[0], None
+        result = query.new_empty(batch, heads, tokens, value.shape[3])
+        for start, end, keys in self._blocks:
+            block = functional.scaled_dot_product_attention(
+                query[:, :, start:end].reshape(batch, kv_heads, group * (end - start), head_dim),
+                key[:, :, :keys],
+                value[:, :, :keys],
+                attn_mask=self.mask(start, end, keys, query.dtype, group),
+                scale=scaling,
+            )
+            result[:, :, start:end] = block.reshape(batch, heads, end - start, value.shape[3])
+        return result.transpose(1, 2).contiguous(), None
+
+    def _observe(
+        self, query: torch.Tensor, key: torch.Tensor, scaling: float | None, softcap: float | None
+    ) -> None:
+        _, heads, tokens, head_dim = query.shape
+        group = heads // key.shape[1]
+        folded_query = query[0].reshape(key.shape[1], group * tokens, head_dim)
+        weights = torch.bmm(folded_query, key[0].transpose(1, 2)).float()
+        weights *= scaling if scaling is not None else head_dim**-0.5
+        if softcap is not None:
+            weights = torch.tanh(weights / softcap) * softcap
+        weights += self.mask(0, tokens, self.tokens, torch.float32, group)[0, 0].to(weights.device)
+        probabilities = weights.softmax(-1).reshape(heads, tokens, -1)
+        assert self.scores is not None
+        self.scores += probabilities.amax(1).sum(0).to(self.scores.device)
+
+
+_PATTERN: ContextVar[QueryPattern | None] = ContextVar("kvboost_query_pattern", default=None)
+_OWN: ContextVar[str] = ContextVar("kvboost_own_attention", default="sdpa")
+
+
+def _own_function(module: torch.nn.Module) -> Callable[..., Any]:
+    """What computes the model's attention where ours does not: its eager function, or sdpa."""
+    if _OWN.get() == "eager":
+        eager: Callable[..., Any] | None = getattr(
+            sys.modules[type(module).__module__], "eager_attention_forward", None
+        )
+        if eager is not None:
+            return eager
+    function: Callable[..., Any] = sdpa_attention_function()
+    return function
+
+
+@contextmanager
+def patterned(model: Any, pattern: QueryPattern) -> Iterator[None]:
+    """Run forwards inside over the scattered positions of `pattern`, whatever the model's attention is."""
+    AttentionInterface.register(NAME, folded_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask_function())
+    config = text_config(model)
+    before = config._attn_implementation
+    own = _OWN.set(_OWN.get() if before == NAME else str(before))
+    config._attn_implementation = NAME
+    active = _PATTERN.set(pattern)
+    try:
+        yield
+    finally:
+        _PATTERN.reset(active)
+        _OWN.reset(own)
+        config._attn_implementation = before
 
 
 def can_engage(model: Any) -> bool:

@@ -21,10 +21,12 @@ import numpy as np
 from kvboost import prefix_tree, store_audit
 from kvboost.arena import KVLayout, Packed
 from kvboost.chunk_store import ChunkStore
+from kvboost.content_matching import ChainMatch, ChunkMatch, RunMatch, find_chain, find_runs
 from kvboost.errors import InvalidRequestError
 from kvboost.miss_reasons import divergence_of
 from kvboost.models import (
     CachedChunk,
+    Patchwork,
     TokenIds,
     chained_hash_from_bytes,
     content_hash_from_tokens,
@@ -39,21 +41,11 @@ _MAX_EMPTY_ROOTS = 1_024  # every salt has a root; those without chunks are drop
 
 
 @dataclass(frozen=True)
-class ChunkMatch:
-    """Prompt tokens `[start, end)` found in `chunk` from its token number `offset` on."""
-
-    chunk: CachedChunk
-    start: int
-    end: int
-    offset: int = 0
-    approximate: bool = False
-
-
-@dataclass(frozen=True)
 class StoredChunk:
-    """A chunk and the key of the namespace that it belongs to."""
+    """A chunk, the key of the root that it stands under, and that of the namespace it belongs to."""
 
     namespace_key: str
+    content_key: str
     chunk: CachedChunk
 
 
@@ -69,6 +61,19 @@ class PrefixMatch:
     miss_reason: str
     held: str | None = None
     divergence: tuple[int, int, int] | None = None  # at, expected token, got token
+
+
+@dataclass(frozen=True)
+class ContentMatch:
+    """What is stored of a prompt behind its exact prefix, all of it approximate.
+
+    `chain` reaches from the start of the prompt; `runs` stand anywhere behind it. While `held`, nothing
+    of it is evicted; `KVCacheManager.release_content` gives it back.
+    """
+
+    chain: ChainMatch = field(default_factory=ChainMatch)
+    runs: tuple[RunMatch, ...] = ()
+    held: tuple[str, ...] = ()
 
 
 @dataclass
@@ -90,11 +95,13 @@ class KVCacheManager:
         max_cache_bytes: int | None = None,
         *,
         chunk_size: int = 128,
+        min_run_tokens: int = 32,
     ) -> None:
         for name, value in (("max_chunks", max_chunks), ("max_cache_bytes", max_cache_bytes)):
             if value is not None and value < 0:
                 raise InvalidRequestError(f"{name} must be None or at least 0, got {value}")
         self.chunk_size = chunk_size
+        self.min_run_tokens = min_run_tokens
         self._store = ChunkStore(max_chunks, max_cache_bytes)
         self._usage = Usage()
         self._counts: Counter[str] = Counter()
@@ -132,11 +139,51 @@ class KVCacheManager:
             if match.held is not None:
                 self._store.unhold(match.held)
 
+    def match_content(
+        self,
+        tokens: TokenIds | np.ndarray,
+        namespace: Namespace = ROOT,
+        *,
+        start: int,
+        end: int,
+        hold: bool = False,
+    ) -> ContentMatch:
+        """What is stored of the prompt positions `[start, end)`. With `hold` it stays until released."""
+        raw = token_bytes(tokens)
+        with self._lock:
+            chain = find_chain(self._store, raw, namespace)
+            if chain.length <= start:
+                chain = ChainMatch()
+            behind = max(start, min(chain.length, end))
+            runs = find_runs(self._store, raw, namespace, behind, end, self.min_run_tokens)
+            pieces = [*chain.pieces, *(piece for run in runs for piece in run)]
+            keys = dict.fromkeys([*chain.keys, *(piece.chunk.chunk_id for piece in pieces)])
+            for key in keys if hold else ():
+                self._store.hold(key)
+            return ContentMatch(chain, tuple(runs), tuple(keys) if hold else ())
+
+    def release_content(self, match: ContentMatch, *, used: bool = True) -> None:
+        """End the hold of `match`, and count its chunks as used."""
+        with self._lock:
+            for key in match.held:
+                if used:
+                    self._store.touch(key)
+                self._store.unhold(key)
+
     def find_matching_chunks(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> list[ChunkMatch]:
-        """Chunks that cover `token_ids` from the start; each match says whether it is approximate."""
-        match = self.match_prefix(token_ids, namespace, hold=True)
-        self.release(match)
-        return list(match.matches)
+        """Chunks with text of `token_ids`: its exact prefix first, then what stands anywhere in the store.
+
+        Each match says whether it is approximate.
+        """
+        with self._lock:
+            match = self.match_prefix(token_ids, namespace, hold=True)
+            self.release(match)
+            raw, total = token_bytes(token_ids), len(token_ids)
+            runs = find_runs(self._store, raw, namespace, match.length, total, self.min_run_tokens)
+            pieces = [piece for run in runs for piece in run]
+            for piece in pieces:
+                self._store.touch(piece.chunk.chunk_id)
+            return [*match.matches, *pieces]
 
     def get(self, key: str) -> CachedChunk | None:
         """The chunk stored under a prefix hash, counted as used, or None."""
@@ -148,11 +195,28 @@ class KVCacheManager:
             return entry.chunk
 
     def count_request(
-        self, *, reused: int, total: int, reason: str, prefill_seconds: float | None = None
+        self,
+        *,
+        reused: int,
+        total: int,
+        reason: str,
+        approximate: bool = False,
+        recomputed: int = 0,
+        prefill_seconds: float | None = None,
     ) -> None:
-        """Book one request's outcome: `reused` of `total` tokens; why the rest was not, and its cost."""
+        """Book one request's outcome: `reused` of `total` tokens; why the rest was not, and its cost.
+
+        `approximate` says that not all of it was exact, `recomputed` how much of it was computed again.
+        """
         with self._lock:
-            self._usage.count(reused=reused, total=total, reason=reason, prefill_seconds=prefill_seconds)
+            self._usage.count(
+                reused=reused,
+                total=total,
+                reason=reason,
+                approximate=approximate,
+                recomputed=recomputed,
+                prefill_seconds=prefill_seconds,
+            )
 
     def count_corrupt(self, chunks: int) -> None:
         """Book chunks that were found damaged."""
@@ -210,6 +274,72 @@ class KVCacheManager:
             self._end_storing(node)
         return report
 
+    def store_chain(
+        self,
+        tokens: TokenIds | np.ndarray,
+        patchwork: Patchwork,
+        layout: KVLayout,
+        extract: Callable[[np.ndarray], Packed],
+        namespace: Namespace = ROOT,
+    ) -> StoreReport:
+        """Store a prompt that was put together from other chunks, so that its next turn finds it whole.
+
+        Only what `patchwork` calls its own is kept again; the rest is borrowed, and the chain goes when
+        a donor goes. `extract(positions)` makes buffers `[rows, n, head_dim]` for positions `[n]`.
+        """
+        raw = token_bytes(tokens)
+        report = StoreReport()
+        with self._lock:
+            self._store.num_storing += 1
+            walk = prefix_tree.walk(self._store.root(namespace.approximate()), raw)
+            parent = walk.node
+            rest = Patchwork(
+                tuple(
+                    dataclasses.replace(
+                        loan,
+                        start=max(loan.start, parent.end),
+                        offset=loan.offset + max(0, parent.end - loan.start),
+                    )
+                    for loan in patchwork.loans
+                    if loan.end > parent.end
+                ),
+                patchwork.own_positions[patchwork.own_positions >= parent.end],
+            )
+            held = [parent.key, *self._donors_above(parent), *{loan.donor for loan in rest.loans}]
+            for key in held:
+                self._store.hold(key)
+        node: TreeNode | None = None
+        try:
+            if walk.length * TOKEN_BYTES == len(raw):
+                report.present = 1
+            elif all(loan.donor in self._store.entries for loan in rest.loans):
+                node = self._store_span(
+                    parent,
+                    raw[parent.end * TOKEN_BYTES :],
+                    layout,
+                    lambda _start, _end: extract(rest.own_positions),
+                    report,
+                    patchwork=rest,
+                )
+            else:
+                self._refuse(report, "a donor was evicted")
+        finally:
+            with self._lock:
+                for key in held[1:]:
+                    self._store.unhold(key)
+            self._end_storing(node if node is not None else parent)
+        return report
+
+    def _donors_above(self, node: TreeNode) -> set[str]:
+        """The chunks that a chain up to `node` borrows from."""
+        donors: set[str] = set()
+        current: TreeNode | None = node
+        while current is not None and not current.is_root:
+            patchwork = self._store.entries[current.key].chunk.patchwork
+            donors |= {loan.donor for loan in patchwork.loans} if patchwork is not None else set()
+            current = current.parent
+        return donors
+
     def _where_to_store(self, walk: prefix_tree.Walk, cuts: set[int]) -> TreeNode:
         """The last whole node; before it, if it is a tail that a longer chunk will replace."""
         node = walk.node
@@ -265,10 +395,12 @@ class KVCacheManager:
         with self._lock:
             found: list[StoredChunk] = []
             for key, root in self._store.roots.items():
-                if self._store.namespaces[key].family == family:
+                namespace = self._store.namespaces[key]
+                if namespace.family == family:
                     found += [
-                        StoredChunk(key, self._store.entries[node.key].chunk)
+                        StoredChunk(key, namespace.content_key, self._store.entries[node.key].chunk)
                         for node in prefix_tree.below(root)
+                        if self._store.entries[node.key].chunk.patchwork is None
                     ]
             for stored in found:
                 self._store.hold(stored.chunk.chunk_id)
@@ -289,7 +421,9 @@ class KVCacheManager:
         with self._lock:
             if stored.namespace_key not in self._store.namespaces:
                 # Whose salt it is, the file does not say: to everyone else it was never stored.
-                self._store.root(Namespace(stored.namespace_key, family, salt=f"\0{stored.namespace_key}"))
+                base = stored.content_key if stored.content_key != stored.namespace_key else ""
+                unknown_salt = f"\0{stored.content_key}"
+                self._store.root(Namespace(stored.namespace_key, family, unknown_salt, base))
             parent = self._store.roots[stored.namespace_key]
             if chunk.parent_hash != stored.namespace_key:
                 if chunk.parent_hash not in self._store.entries:
@@ -319,11 +453,13 @@ class KVCacheManager:
         text_of: Callable[[Sequence[int]], str] | None = None,
         position_offset: int = 0,
         given: CachedChunk | None = None,
+        patchwork: Patchwork | None = None,
     ) -> TreeNode | None:
         """Store one chunk under `parent`, which a reader holds; returns its node, which then has
         that reader instead, or None."""
         tokens = len(span) // TOKEN_BYTES
-        size = tokens * layout.bytes_per_token
+        held_tokens = tokens if patchwork is None else len(patchwork.own_positions)
+        size = held_tokens * layout.bytes_per_token
         with self._lock:
             near, common = prefix_tree.best_child(parent, span)
             if near is not None and common == tokens:
@@ -333,18 +469,20 @@ class KVCacheManager:
                 self._refuse(report, "hash collision" if key in self._store.entries else "being stored")
                 return None
             tail = near if near is not None and common * TOKEN_BYTES == len(near.tokens) else None
-            if tail is not None and not self._store.can_replace(tail):
+            if tail is not None and (patchwork is not None or not self._store.can_replace(tail)):
                 tail = None
             if not self._store.make_room(size, replacing=tail):
                 fits_at_all = self._store.tier.could_ever_fit(size)
                 self._refuse(report, "no room" if fits_at_all else "larger than the budget")
                 return None
-            pins = self._store.drop(tail).pins if tail is not None else 0
+            pins = self._store.drop(tail, successor=key).pins if tail is not None else 0
             self._store.reserve(key, size)
         try:
             packed = extract(parent.end, parent.end + tokens)
             chunk = given or _new_chunk(key, span, parent, layout, packed, position_offset)
             chunk.parent_hash, chunk.packed, chunk.past_key_values = parent.key, packed, layout.unpack(packed)
+            if patchwork is not None:
+                chunk.patchwork, chunk.recomputed = patchwork, True
             if text_of is not None:
                 chunk.text = text_of(chunk.token_ids)
         except BaseException:

@@ -8,9 +8,11 @@ itself, and it does not know how KV is made.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from kvboost import prefix_tree
+from kvboost.content_index import ContentIndex
 from kvboost.memory_tier import MemoryTier
 from kvboost.miss_reasons import EvictedChunks, why_missing
 from kvboost.models import CachedChunk
@@ -26,6 +28,7 @@ class StoreEntry:
     node: TreeNode
     size_bytes: int
     readers: int = 0
+    root_key: str = ""
     pins: int = 0
     shields: int = 0  # readers and pins of this chunk and of all that follow it
     discounted: int = 0  # of its uses, those that say nothing about how popular it is
@@ -49,6 +52,8 @@ class ChunkStore:
         self.namespaces: dict[str, Namespace] = {}
         self.entries: dict[str, StoreEntry] = {}
         self.evicted = EvictedChunks()
+        self.contents: dict[str, ContentIndex] = {}  # by the namespace whose prompts may find it
+        self.borrowers: dict[str, set[str]] = {}  # by donor: the patchworks that borrow from it
         self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
         self.num_storing = 0
         self.num_evicted = 0
@@ -64,6 +69,7 @@ class ChunkStore:
         self.reserved.discard(key)
         self.tier.keep(-size, -1)
         self.tier.refund(size)
+        self._drop_borrowers(key)
 
     def insert(self, parent: TreeNode, span: bytes, chunk: CachedChunk, size: int, pins: int) -> TreeNode:
         """Put a chunk into its reserved room; it takes over a reader that holds `parent`."""
@@ -71,7 +77,9 @@ class ChunkStore:
         self.reserved.discard(key)
         self.tier.keep(-size, -1)
         node = prefix_tree.insert(parent, span, key, None)
-        self.entries[key] = StoreEntry(chunk, node, size)
+        root_key = parent.key if parent.is_root else self.entries[parent.key].root_key
+        self.entries[key] = StoreEntry(chunk, node, size, root_key=root_key)
+        self._register(self.entries[key])
         self.tier.touch(key, chunk.access_count)
         self.evicted.forget(key)
         self.hand_on(parent, node)
@@ -180,9 +188,16 @@ class ChunkStore:
             self.evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
         return True
 
-    def drop(self, node: TreeNode) -> StoreEntry:
-        """Take a chunk out of tree and books."""
+    def drop(self, node: TreeNode, successor: str | None = None) -> StoreEntry:
+        """Take a chunk out of tree and books, with all patchworks that borrow from it.
+
+        Where the chunk `successor` begins alike and takes its place, they borrow from that one.
+        """
         entry = self.entries[node.key]
+        if successor is not None:
+            self._redirect(node.key, successor)
+        self._drop_borrowers(node.key)
+        self._unregister(entry)
         if entry.shields:  # pins: they move along
             self.shield(node.key, -entry.shields)
         del self.entries[node.key]
@@ -193,6 +208,50 @@ class ChunkStore:
         if parent is not None and not parent.is_root:
             self.update_evictable(parent.key)
         return entry
+
+    def _drop_borrowers(self, donor: str) -> None:
+        for borrower in list(self.borrowers.get(donor, ())):
+            if borrower in self.entries:
+                for lower in reversed(prefix_tree.below(self.entries[borrower].node)):
+                    self.drop(lower)
+                self.drop(self.entries[borrower].node)
+
+    def _register(self, entry: StoreEntry) -> None:
+        """Make an entry findable by content; note what a patchwork borrows."""
+        patchwork = entry.chunk.patchwork
+        if patchwork is not None:
+            for loan in patchwork.loans:
+                self.borrowers.setdefault(loan.donor, set()).add(entry.chunk.chunk_id)
+            return
+        content_key = self.namespaces[entry.root_key].content_key
+        self.contents.setdefault(content_key, ContentIndex()).add(entry.node)
+
+    def _unregister(self, entry: StoreEntry) -> None:
+        patchwork = entry.chunk.patchwork
+        if patchwork is not None:
+            for loan in patchwork.loans:
+                debts = self.borrowers.get(loan.donor, set())
+                debts.discard(entry.chunk.chunk_id)
+                if not debts:
+                    self.borrowers.pop(loan.donor, None)
+            return
+        content_key = self.namespaces[entry.root_key].content_key
+        index = self.contents.get(content_key)
+        if index is not None:
+            index.discard(entry.node)
+            if not len(index):
+                del self.contents[content_key]
+
+    def _redirect(self, donor: str, successor: str) -> None:
+        for borrower in self.borrowers.pop(donor, ()):
+            chunk = self.entries[borrower].chunk
+            assert chunk.patchwork is not None
+            loans = tuple(
+                dataclasses.replace(loan, donor=successor) if loan.donor == donor else loan
+                for loan in chunk.patchwork.loans
+            )
+            chunk.patchwork = dataclasses.replace(chunk.patchwork, loans=loans)
+            self.borrowers.setdefault(successor, set()).add(borrower)
 
     def num_pinned(self) -> int:
         """Chunks that a pin keeps: the pinned ones and all before them."""

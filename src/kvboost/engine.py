@@ -1,9 +1,10 @@
 """The engine: one model, its tokenizer and its cache; the path of every request.
 
-    read -> match -> place -> prefill -> decode -> store
+    read -> match -> place -> repair and prefill -> decode -> store
 
 `generate` shows these steps in order. What is found and kept is the cache manager's business,
-placing the assembler's, running the model decode's; this module only joins them.
+placing the assembler's, choosing what to compute again the repair strategies', running the model
+decode's; this module only joins them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -19,14 +21,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from kvboost import decode, loading, rope, snapshot
+from kvboost import decode, loading, repair, rope, snapshot
+from kvboost.approximation import Approximation
 from kvboost.arena import Arena, probe_layout
+from kvboost.attention import QueryPattern
 from kvboost.cache_manager import KVCacheManager, StoreReport
 from kvboost.chunk_registry import ChunkRegistry, boundary_token_ids
 from kvboost.compat import check_model_compatibility, choose_device, structural_refusal, text_config
 from kvboost.decode import Decoded, GenerationOptions, Watch
 from kvboost.errors import InvalidRequestError, UnsupportedModelError
 from kvboost.explain import Explanation, explain_spans
+from kvboost.keeper import Keeper
 from kvboost.models import (
     AssemblyMode,
     GenerationMode,
@@ -42,6 +47,7 @@ from kvboost.prompt_assembler import PromptAssembler, ReusePlan
 from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
 from kvboost.selftest import check_exactness
 from kvboost.settings import EngineSettings, choice
+from kvboost.sparse_forward import run_pattern
 from kvboost.stream import TextStream
 from kvboost.workspace import Workspace
 
@@ -91,8 +97,12 @@ class InferenceEngine:
         device: str | torch.device | None = None,
         *,
         chunk_boundary_window: int = 0,
+        overlap_k: int = 0,
+        sink_tokens: int = 0,
         max_cache_bytes: int | None = None,
         cache_device: str = "cpu",
+        selector: str = "guided",
+        max_kl: float | None = None,
         bit_exact: bool = False,
         cache_salt: str = "",
         prefill_block: int | None = None,
@@ -107,6 +117,10 @@ class InferenceEngine:
             kv_cache_bits=kv_cache_bits,
             disk_cache_dir=disk_cache_dir,
             chunk_boundary_window=chunk_boundary_window,
+            overlap_k=overlap_k,
+            sink_tokens=sink_tokens,
+            selector=selector,
+            max_kl=max_kl,
             max_cache_bytes=max_cache_bytes,
             cache_device=cache_device,
             bit_exact=bit_exact,
@@ -128,20 +142,34 @@ class InferenceEngine:
         with decode.model_lock(model):
             self.layout = probe_layout(model)
             check_exactness(model, self.layout)
-        self.cache_manager = KVCacheManager(max_chunks, max_cache_bytes, chunk_size=chunk_size)
-        self._assembler = PromptAssembler(
+            self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
+        self.cache_manager = KVCacheManager(
+            max_chunks,
+            max_cache_bytes,
+            chunk_size=chunk_size,
+            min_run_tokens=self.chunk_registry.min_chunk_tokens,
+        )
+        self.assembler = PromptAssembler(
             self.cache_manager,
             AssemblyMode.PREFIX_ONLY,
             whole_chunks_of=chunk_size if bit_exact else None,
+            rotation=self._approximation.rotation,
+            sink_tokens=sink_tokens,
+            lossy_from=sink_tokens + overlap_k if overlap_k else None,
         )
         self._workspace = Workspace(self.layout)
         self._reader = PromptReader(tokenizer, text_config(model).vocab_size)
         self._exact_range = rope.exact_range_tokens(model)
         self._max_positions = rope.max_positions(model)
-        self._boundary_tokens = (
-            boundary_token_ids(text_config(model).vocab_size, tokenizer.decode)
+        self._keeper = Keeper(
+            self.cache_manager,
+            self.chunk_registry,
+            self.layout,
+            text_of=tokenizer.decode,
+            device=torch.device("cpu") if cache_device == "cpu" else None,
+            boundary_tokens=boundary_token_ids(text_config(model).vocab_size, tokenizer.decode)
             if self.chunk_registry.needs_boundaries
-            else None
+            else None,
         )
         self._namespaces = NamespaceTracker(model, self._encoding())
         self._namespaces.current(cache_salt)  # check the weights over now, not in the first request
@@ -227,26 +255,54 @@ class InferenceEngine:
         if self._is_gated(request):
             self.cache_manager.count_request(reused=0, total=len(request.prompt), reason=rope.GATED_REASON)
             return self._serve_plain(request, rope.GATED_REASON)
-        ids = request.token_ids
-        with self._assembler.planned(ids, request.namespace, limit=len(ids) - 1) as plan:
+        with self._planned(request) as plan:
             arena = self._place(plan, request)
         run_started = time.perf_counter()
+        recomputed = self._repair(plan, request, arena)
         decoded = self._run(request, arena)
-        self._store_answer(request, decoded, arena)
+        self._store_answer(request, decoded, arena, plan, recomputed)
         self.cache_manager.count_request(
             reused=plan.reused,
             total=plan.total,
             reason=plan.reason,
+            approximate=plan.first_approximate < plan.total,
+            recomputed=len(recomputed),
             prefill_seconds=decoded.first_token_at - run_started,
         )
-        return self._result(request, decoded, plan.spans)
+        return self._result(request, decoded, plan.spans(recomputed))
+
+    def _planned(self, request: Request) -> AbstractContextManager[ReusePlan]:
+        """What the cache holds of the prompt, as far as the request's mode allows."""
+        total = len(request.prompt)
+        with_content = request.mode is GenerationMode.CHUNK_KV_REUSE
+        return self.assembler.planned(
+            request.token_ids,
+            request.namespace,
+            limit=total - 1,
+            mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
+            estimate=self._approximation.estimate,
+            refusal=self._approximation.refusal(total) if with_content else "",
+        )
 
     def _place(self, plan: ReusePlan, request: Request) -> Arena:
         """An arena that holds the planned KV, with room for the rest and the answer."""
         capacity = len(request.prompt) + request.options.max_new_tokens
-        arena, already = self._workspace.take(capacity, request.namespace.key, request.token_ids)
-        self._assembler.place(plan, arena, already)
+        arena, exact, any_kind = self._workspace.take(capacity, request.namespace.key, request.token_ids)
+        self.assembler.place(plan, arena, exact, any_kind)
         return arena
+
+    def _repair(self, plan: ReusePlan, request: Request, arena: Arena) -> np.ndarray:
+        """Compute again what the new surroundings change, and what is missing between reused runs.
+
+        Returns the reused positions `[n]` that were computed again.
+        """
+        if not plan.needs_repair:
+            return np.zeros(0, dtype=np.int64)
+        strategy = self._approximation.strategy(plan)
+        with decode.running(self.model, fast=True):
+            return repair.complete(
+                self.model, request.token_ids, arena, plan.repair_runs, strategy, end=len(request.prompt) - 1
+            )
 
     def _run(self, request: Request, arena: Arena) -> Decoded:
         """Prefill what is missing and decode."""
@@ -273,7 +329,7 @@ class InferenceEngine:
         if not self.bit_exact or self._is_gated(request):
             return self._serve_plain(request, "baseline")
         capacity = len(request.prompt) + request.options.max_new_tokens
-        arena, _ = Workspace(self.layout).take(capacity, "", request.token_ids)
+        arena = Workspace(self.layout).take(capacity, "", request.token_ids)[0]
         decoded = self._run(request, arena)
         return self._result(request, decoded, (self._live(request, "baseline"),))
 
@@ -316,16 +372,39 @@ class InferenceEngine:
     ) -> StoreReport:
         if position_offset:
             namespace = namespace.at_offset(position_offset)
-        with self._assembler.planned(ids, namespace, limit=end) as plan:
-            arena, already = self._workspace.take(max(end, 1), namespace.key, ids)
-            self._assembler.place(plan, arena, already)
+        with self.assembler.planned(ids, namespace, limit=end) as plan:
+            arena, already, _ = self._workspace.take(max(end, 1), namespace.key, ids)
+            self.assembler.place(plan, arena, already)
         with decode.running(self.model, fast=not self.bit_exact):
-            decode.prefill(self.model, ids, arena, end, block=self._block, position_offset=position_offset)
-        report = self._store(ids[:end], arena, namespace, position_offset)
+            if self.settings.overlap_k:
+                self._encode_with_overlap(ids, arena, end, position_offset)
+            else:
+                decode.prefill(
+                    self.model, ids, arena, end, block=self._block, position_offset=position_offset
+                )
+        report = self._keeper.keep(ids[:end], arena, namespace, position_offset=position_offset)
         self._workspace.give_back(arena, namespace.key, ids[:end])
         return report
 
-    def _store_answer(self, request: Request, decoded: Decoded, arena: Arena) -> None:
+    def _encode_with_overlap(self, ids: np.ndarray, arena: Arena, end: int, position_offset: int) -> None:
+        """Fill `arena` up to `end`; each chunk sees only the sink tokens and the last K tokens before it."""
+        device = self.model.get_input_embeddings().weight.device
+        start, chunk_start = arena.length, 0
+        for cut in self._keeper.cuts(ids[:end]):
+            if cut <= start:
+                chunk_start = cut
+                continue
+            visible = torch.zeros(cut, dtype=torch.bool, device=device)
+            visible[: self.settings.sink_tokens] = True
+            visible[max(0, chunk_start - self.settings.overlap_k) :] = True
+            pattern = QueryPattern(torch.arange(start, cut, device=device), cut, filled=visible)
+            run_pattern(self.model, ids, arena, pattern, position_offset=position_offset)
+            start = chunk_start = cut
+        arena.set_length(end)
+
+    def _store_answer(
+        self, request: Request, decoded: Decoded, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
+    ) -> None:
         """Keep the KV of prompt and answer, as far as it was computed."""
         salt = request.namespace.salt
         self._reader.remember_answer(self._reader.decode(decoded.token_ids), decoded.token_ids, salt)
@@ -335,26 +414,15 @@ class InferenceEngine:
             ids = ids[: total - total % self.chunk_size]
         elif arena.batch == 1:
             ids = np.concatenate([ids, np.asarray(decoded.token_ids, dtype=np.int64)])[: arena.length]
-        self._store(ids, arena, request.namespace)
-        self._workspace.give_back(arena, request.namespace.key, ids)
-
-    def _store(
-        self, ids: np.ndarray, arena: Arena, namespace: Namespace, position_offset: int = 0
-    ) -> StoreReport:
-        device = torch.device("cpu") if self.settings.cache_device == "cpu" else None
-        cuts = self.chunk_registry.cuts(ids.tolist(), boundary_tokens=self._boundary_tokens)
-        try:
-            return self.cache_manager.store_prefix(
-                ids,
-                cuts,
-                self.layout,
-                lambda start, end: arena.extract(start, end, device),
-                namespace,
-                text_of=self.tokenizer.decode,
-                position_offset=position_offset,
-            )
-        except (RuntimeError, MemoryError) as error:  # out of memory: the answer is there all the same
-            return self.cache_manager.count_failure(f"{type(error).__name__} while storing")
+        if self.settings.overlap_k:  # what was computed here saw more than its encoding allows
+            self._warm_exact(ids, len(ids), request.namespace, 0)
+            return
+        exact = plan.first_approximate if plan.first_approximate < plan.total else len(ids)
+        if exact == len(ids):
+            self._keeper.keep(ids, arena, request.namespace)
+        else:
+            self._keeper.keep_approximate(ids, arena, request.namespace, plan, recomputed)
+        self._workspace.give_back(arena, request.namespace.key, ids, exact)
 
     # --- one's own generate loop -------------------------------------------------------------
 
@@ -379,15 +447,15 @@ class InferenceEngine:
         if self._is_gated(request):
             return PreparedPrompt.gated(self.model, ids, rope.GATED_REASON)
         arena = Arena(self.layout, len(ids) + max_new_tokens)
-        with self._assembler.planned(ids, request.namespace, limit=len(ids) - 1) as plan:
-            self._assembler.place(plan, arena)
+        with self.assembler.planned(ids, request.namespace, limit=len(ids) - 1) as plan:
+            self.assembler.place(plan, arena)
         self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
         if self.bit_exact:
             with decode.running(self.model, fast=False):
                 decode.prefill(
                     self.model, ids, arena, self._last_stop(arena.length, len(ids)), block=self._block
                 )
-        return PreparedPrompt.ready(self.model, ids, arena, plan.spans, request.namespace)
+        return PreparedPrompt.ready(self.model, ids, arena, plan.spans(), request.namespace)
 
     def commit(self, prepared: PreparedPrompt, output_ids: torch.Tensor | Sequence[int]) -> StoreReport:
         """Store what `model.generate(**prepared)` computed; `output_ids` is what it returned."""
@@ -400,7 +468,7 @@ class InferenceEngine:
         else:
             answer = ids[prompt_tokens:].tolist()
             self._reader.remember_answer(self._reader.decode(answer), answer, prepared.namespace.salt)
-        return self._store(ids, prepared.arena, prepared.namespace)
+        return self._keeper.keep(ids, prepared.arena, prepared.namespace)
 
     # --- why, and why not --------------------------------------------------------------------
 
@@ -414,14 +482,25 @@ class InferenceEngine:
         if self._exact_range is not None and len(ids) + max_new_tokens > self._exact_range:
             spans: tuple[Span, ...] = (Span(0, len(ids), Origin.LIVE, rope.GATED_REASON),)
             return explain_spans(spans, ids.tolist(), self.tokenizer.decode, lambda _key: None, None)
-        plan = self._assembler.plan(ids, self._namespaces.current(salt), limit=len(ids) - 1)
-        donors = {piece.chunk.chunk_id: piece.chunk for piece in plan.pieces}
+        refusal = self._approximation.refusal(len(ids))
+        plan = self.assembler.plan(
+            ids,
+            self._namespaces.current(salt),
+            limit=len(ids) - 1,
+            mode=AssemblyMode.CHUNK_REUSE,
+            estimate=self._approximation.estimate,
+            refusal=refusal,
+        )
+        donors = {piece.chunk.chunk_id: piece.chunk for piece in [*plan.pieces, *plan.moved_pieces]}
 
-        def donor_of(key: str) -> tuple[tuple[int, int], int]:
-            chunk = donors[key]
-            return (chunk.position_start, chunk.position_end), chunk.access_count
+        def donor_of(key: str) -> tuple[tuple[int, int], int] | None:
+            chunk = donors.get(key)
+            return ((chunk.position_start, chunk.position_end), chunk.access_count) if chunk else None
 
-        return explain_spans(plan.spans, ids.tolist(), self.tokenizer.decode, donor_of, plan.match.divergence)
+        note = refusal or (str(plan.estimate) if plan.estimate is not None else "")
+        return explain_spans(
+            plan.spans(), ids.tolist(), self.tokenizer.decode, donor_of, plan.match.divergence, note
+        )
 
     # --- the cache ---------------------------------------------------------------------------
 
@@ -520,6 +599,8 @@ class InferenceEngine:
         """The settings that change stored KV."""
         encoding: dict[str, Any] = {
             "kv_cache_bits": self.settings.kv_cache_bits or 16,
+            "overlap_k": self.settings.overlap_k,
+            "sink_tokens": self.settings.sink_tokens,
             "bit_exact": self.bit_exact,
         }
         if self.bit_exact:
@@ -527,6 +608,10 @@ class InferenceEngine:
             encoding["torch"] = torch.__version__
             encoding["threads"] = torch.get_num_threads()
         return encoding
+
+    def namespace(self, cache_salt: str | None = None) -> Namespace:
+        """Whose KV this engine's is: of this model, as it is now, in this encoding, under a salt."""
+        return self._namespaces.current(self._salt(cache_salt))
 
     def _salt(self, cache_salt: str | None) -> str:
         return self.settings.cache_salt if cache_salt is None else cache_salt
@@ -563,6 +648,7 @@ class InferenceEngine:
             cached_tokens=cached,
             token_ids=decoded.token_ids,
             spans=spans,
+            recomputed_tokens=sum(span.length for span in spans if span.origin is Origin.RECOMPUTED),
             finish_reason=decoded.finish_reason,
         )
 

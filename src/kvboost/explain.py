@@ -37,6 +37,7 @@ class Explanation:
     prompt_tokens: int
     cached_tokens: int
     spans: tuple[ExplainedSpan, ...]
+    choice: str = ""  # why approximate reuse would be used or not, with its estimated cost
 
     def __iter__(self) -> Iterator[ExplainedSpan]:
         return iter(self.spans)
@@ -48,13 +49,22 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         spans = [{**asdict(span), "origin": span.origin.value} for span in self.spans]
-        return {"prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens, "spans": spans}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "choice": self.choice,
+            "spans": spans,
+        }
 
     def __str__(self) -> str:
         lines = [f"{self.cached_tokens} of {self.prompt_tokens} tokens would be reused"]
         for span in self.spans:
             source = f"from chunk {span.donor[:8]}" if span.donor else span.reason
+            if span.donor and span.reason:
+                source += f", {span.reason}"
             lines.append(f"  {span.start:>6}-{span.end:<6} {span.origin.value:<11} {source}")
+        if self.choice:
+            lines.append(f"  {self.choice}")
         return "\n".join(lines)
 
 
@@ -64,8 +74,12 @@ def explain_spans(
     decode: Callable[[list[int]], str],
     donor_of: Callable[[str], tuple[tuple[int, int], int] | None],
     divergence: tuple[int, int, int] | None,
+    choice: str = "",
 ) -> Explanation:
-    """Spans in words. `donor_of` gives a chunk's positions and uses; `divergence` (at, expected, got)."""
+    """Spans in words. `choice` tells of approximate reuse.
+
+    `donor_of` gives a chunk's positions and uses; `divergence` (at, expected, got).
+    """
     explained = []
     for span in spans:
         donor = donor_of(span.donor) if span.donor else None
@@ -89,4 +103,4 @@ def explain_spans(
             )
         )
     cached = sum(span.length for span in spans if span.origin is not Origin.LIVE)
-    return Explanation(len(token_ids), cached, tuple(explained))
+    return Explanation(len(token_ids), cached, tuple(explained), choice)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -88,13 +88,35 @@ def kv_bytes(past_key_values: PastKVType) -> int:
     return sum(k.nbytes + v.nbytes for k, v in past_key_values)
 
 
+@dataclass(frozen=True)
+class Loan:
+    """Prompt positions `[start, end)` whose KV is that of the chunk `donor`, from its token `offset` on."""
+
+    start: int
+    end: int
+    donor: str
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Patchwork:
+    """KV put together from other chunks: what is borrowed, and the positions `[n]` held by itself.
+
+    A position that is both borrowed and held counts as held: it was computed again.
+    """
+
+    loans: tuple[Loan, ...]
+    own_positions: np.ndarray
+
+
 @dataclass(eq=False)
 class CachedChunk:
     """A slice of tokenized text with its KV, computed at positions `[position_start, position_end)`.
 
     `past_key_values` holds `[1, kv_heads, length, head_dim]` pairs. `chunk_id` is the prefix hash.
     `parent_hash` is the prefix hash of the chunk before it ("" = none known), and `packed` the
-    buffers `[rows, length, head_dim]` that `past_key_values` are views of, where there are such.
+    buffers `[rows, length, head_dim]` that `past_key_values` are views of, where there are such. With
+    a `patchwork` its tensors hold only the positions that the patchwork calls its own.
     """
 
     chunk_id: str
@@ -110,6 +132,7 @@ class CachedChunk:
     recomputed: bool = False
     parent_hash: str = field(default="", kw_only=True)
     packed: tuple[torch.Tensor, ...] | None = field(default=None, kw_only=True, repr=False)
+    patchwork: Patchwork | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def length(self) -> int:
@@ -143,6 +166,15 @@ class Span:
     @property
     def length(self) -> int:
         return self.end - self.start
+
+
+class ReusedRun(NamedTuple):
+    """Prompt tokens `[start, end)` from one donor, moved by `shift` positions; `exact` needs no repair."""
+
+    start: int
+    end: int
+    shift: int
+    exact: bool
 
 
 @dataclass

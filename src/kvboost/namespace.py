@@ -24,16 +24,37 @@ _DEVICE_BLOCK = 1 << 24  # elements summed at once on an accelerator
 
 @dataclass(frozen=True)
 class Namespace:
-    """`key` starts every chain. `family` is the same digest without the salt."""
+    """`key` starts every chain. `family` is the same digest without the salt.
+
+    Beside its exact chains a namespace has others, each under a root of its own, whose `base` is the
+    key of the namespace: they are found by content or as approximate, never as an exact prefix.
+    """
 
     key: str
     family: str
     salt: str
+    base: str = ""
+
+    @property
+    def content_key(self) -> str:
+        """The key under which text is found by content, whichever chain it stands in."""
+        return self.base or self.key
 
     def at_offset(self, position_offset: int) -> Namespace:
-        """The namespace of text encoded from another position than 0: never a prefix of a prompt."""
-        key = hashlib.sha256(f"{self.key}\0offset {position_offset}".encode()).hexdigest()
-        return Namespace(key, self.family, self.salt)
+        """The root of text encoded from another position than 0: never a prefix of a prompt."""
+        return self._beside(f"offset {position_offset}")
+
+    def loose(self) -> Namespace:
+        """The root of text that was computed while looking at approximate KV."""
+        return self._beside("loose")
+
+    def approximate(self) -> Namespace:
+        """The root of the approximate chains: whole prompts put together from parts and repaired."""
+        return self._beside("approximate")
+
+    def _beside(self, what: str) -> Namespace:
+        key = hashlib.sha256(f"{self.content_key}\0{what}".encode()).hexdigest()
+        return Namespace(key, self.family, self.salt, base=self.content_key)
 
 
 class NamespaceTracker:

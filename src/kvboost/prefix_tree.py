@@ -80,17 +80,18 @@ def common_tokens(left: bytes, right: bytes) -> int:
     return int(np.argmax(a != b))
 
 
-def walk(start: TreeNode, tokens: bytes) -> Walk:
+def walk(start: TreeNode, tokens: bytes, *, origin: int = 0) -> Walk:
     """Follow `tokens` from `start` as far as any chain of nodes knows them. Changes nothing.
 
-    `tokens` are those of the whole text, from its first token on.
+    `tokens` are those of the whole text, from its first token on; with `origin` the first of them
+    stands for the text's token of that number, which may lie before the text (below zero).
     """
     best: Walk | None = None
     waiting: list[tuple[TreeNode, list[TreeNode]]] = [(start, [])]
     while waiting:
         node, path = waiting.pop()
         while True:
-            first = node.end * TOKEN_BYTES
+            first = (node.end - origin) * TOKEN_BYTES
             rest = tokens[first : first + node.longest_child]
             whole = whole_children(node, rest)
             near, common = best_child(node, rest)

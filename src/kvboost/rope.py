@@ -1,18 +1,38 @@
-"""What a model's rotary embedding means for reuse: how far a cached prefix stays exact.
+"""What a model's rotary embedding means for reuse: how far KV stays exact, and how keys are moved.
 
 Rope types whose frequencies depend on the length of the sequence (dynamic, longrope) give a token
 another key once the sequence outgrows the original range, so even a prefix is exact only inside
-that range. Knows no cache.
+that range. With all other types a key moves by `shift` positions when its pairs of channels turn by
+`shift * inv_freq`. Which layers turn, and by which frequencies, is measured and not read from the
+config. Knows no store and no prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import torch
+
+from kvboost.arena import Arena, KVLayout
 from kvboost.compat import rotary_modules, text_config
 
 GATED_REASON = "gated: rope changes with length"
+LENGTH_REASON = "exact reuse only: rope changes with length"
+WINDOW_REASON = "exact reuse only: the sliding window is shorter than the prompt"
+
+# Temporaries of a block should stay in the caches of a CPU, and be a small part of a GPU's memory.
+_CPU_BLOCK_ELEMENTS = 2**19
+_GPU_BLOCK_ELEMENTS = 2**25
+
+_PROBE_TOKENS = 24
+_PROBE_SHIFTS = (37, 1000)
+# Models compute angles in float32, whatever their own type; deeper layers add the noise of the others.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_CLEARLY_BETTER = 4.0
 
 
 def rope_parameter_sets(model: Any) -> list[dict[str, Any]]:
@@ -80,3 +100,218 @@ def _dynamic_modules(model: Any) -> Iterator[Any]:
     for _, module in rotary_modules(model):
         if "dynamic" in str(getattr(module, "rope_type", "")):
             yield module
+
+
+def approximate_limit_tokens(model: Any) -> int | None:
+    """Longest prompt whose keys may be moved: the smallest sliding window in use; None = no limit."""
+    config = text_config(model)
+    window = getattr(config, "sliding_window", None)
+    windows = window if isinstance(window, (list, tuple)) else [window]
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:  # newer configs name the kind of every layer
+        in_use = any("sliding" in str(kind) for kind in layer_types)
+    else:
+        in_use = bool(getattr(config, "use_sliding_window", True))
+    return min((int(size) for size in windows if size), default=None) if in_use else None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How the keys of a layer turn per position: pair number i by `inv_freq[i]` radians.
+
+    The pairs lie in the first `2 * len(inv_freq)` channels, and the others stay: neighbours
+    (0, 1), (2, 3), ... when `interleaved`, else (0, r), (1, r + 1), ... with r pairs.
+    """
+
+    inv_freq: tuple[float, ...]
+    interleaved: bool
+
+    @property
+    def channels(self) -> int:
+        return 2 * len(self.inv_freq)
+
+
+@dataclass(frozen=True)
+class KeyRotation:
+    """What turns the keys of each layer; None for a layer without rotation."""
+
+    layers: tuple[Turn | None, ...]
+
+    def rotate_(
+        self, slabs: Sequence[torch.Tensor], layout: KVLayout, start: int, end: int, shift: int
+    ) -> None:
+        """Move the keys at positions `[start, end)` of all layers by `shift`, in place.
+
+        `slabs` are `[..., rows, tokens, head_dim]` as `layout` says. The scale stays: what a rope
+        type multiplies into its cos and sin (yarn) is in the keys already.
+        """
+        tokens = min(slab.shape[-2] for slab in slabs)
+        if not 0 <= start <= end <= tokens:
+            raise ValueError(f"expected 0 <= start <= end <= {tokens} tokens, got [{start}, {end})")
+        if shift == 0 or start == end:
+            return
+        for turn, keys in self._views(slabs, layout, start, end):
+            on_cpu = keys.device.type == "cpu"
+            limit = _CPU_BLOCK_ELEMENTS if on_cpu else _GPU_BLOCK_ELEMENTS
+            per_token = keys.numel() // keys.shape[-2]
+            for block in torch.split(keys, max(1, limit // per_token), dim=-2):
+                _turn_(block, turn, shift)
+
+    def _views(
+        self, slabs: Sequence[torch.Tensor], layout: KVLayout, start: int, end: int
+    ) -> Iterator[tuple[Turn, torch.Tensor]]:
+        """Views `[..., layers, kv_heads, tokens, channels]` of keys that turn alike.
+
+        Rows of layers with the same turn mostly lie at equal distances, so that one view takes all.
+        """
+        groups: dict[tuple[Turn, int, int], list[int]] = {}
+        for turn, (rows, _) in zip(self.layers, layout.layers, strict=True):
+            if turn is not None:
+                groups.setdefault((turn, rows.slab, rows.end - rows.start), []).append(rows.start)
+        for (turn, slab, heads), firsts in groups.items():
+            positions = slabs[slab][..., start:end, : turn.channels]
+            for run in _equal_steps(sorted(firsts)):
+                rows_between = positions.narrow(-3, run[0], run[-1] + heads - run[0])
+                yield turn, rows_between.unfold(-3, heads, run.step).movedim(-1, -3)
+
+
+def _equal_steps(numbers: list[int]) -> list[range]:
+    """Cut ascending numbers into runs of equal steps, each as a range."""
+    runs: list[range] = []
+    for number in numbers:
+        last = runs[-1] if runs else None
+        if last is not None and len(last) == 1:
+            runs[-1] = range(last[0], number + 1, number - last[0])
+        elif last is not None and number == last[-1] + last.step:
+            runs[-1] = range(last[0], number + 1, last.step)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
+def _turn_(keys: torch.Tensor, turn: Turn, shift: int) -> None:
+    """Turn `[..., tokens, channels]` in place by `shift` positions, with one rounding at the end."""
+    if keys.dtype not in (torch.float32, torch.float64):
+        exact = keys.float()
+        _turn_(exact, turn, shift)
+        keys.copy_(exact)
+        return
+    cos, sin = _cos_sin(turn.inv_freq, shift, keys.device, keys.dtype)
+    pairs = len(turn.inv_freq)
+    if turn.interleaved:
+        torch.view_as_complex(torch.unflatten(keys, -1, (pairs, 2))).mul_(torch.complex(cos, sin))
+        return
+    # Four passes over halves and one temporary: the fastest of those tried.
+    first, second = keys[..., :pairs], keys[..., pairs:]
+    first_part = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    torch.addcmul(first_part, second, cos, out=second)
+
+
+@lru_cache(maxsize=64)
+def _cos_sin(
+    inv_freq: tuple[float, ...], shift: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin `[pairs]` of a shift. The angle is taken in float64: it may be thousands of turns."""
+    angles = torch.tensor(inv_freq, dtype=torch.float64) * shift
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def learn_rotation(model: Any, layout: KVLayout) -> KeyRotation | str:
+    """Measure which rotation moves the keys of each layer; a reason where none does.
+
+    Runs one short text at three places, and leaves the model as it was. The caller holds the model
+    lock.
+    """
+    if exact_range_tokens(model) is not None:
+        return LENGTH_REASON
+    turns = _known_turns(model)
+    if not turns:
+        return "exact reuse only: the model has no rotary frequencies"
+    still, moved = _probe(model, layout)
+    none = KeyRotation((None,) * len(layout.layers))
+    candidates = [none, *(_wherever_it_fits(turn, layout) for turn in turns)]
+    key_errors = [_errors(candidate, layout, still, moved, part=0) for candidate in candidates]
+    value_errors = _errors(none, layout, still, moved, part=1)
+    chosen: list[Turn | None] = []
+    for layer, (rows, _) in enumerate(layout.layers):
+        tolerance = _TOLERANCE.get(layout.slabs[rows.slab].dtype, 1e-1)
+        errors = [of_layers[layer] for of_layers in key_errors]
+        best = min(range(len(errors)), key=errors.__getitem__)
+        turn = candidates[best].layers[layer]
+        unclear = turn is not None and errors[best] * _CLEARLY_BETTER > errors[0]
+        if unclear or not errors[best] <= tolerance:
+            problem, error = f"the keys of layer {layer} do not turn with", errors[best]
+            return f"exact reuse only: {problem} their position (error {error:.2g})"
+        if not value_errors[layer] <= tolerance:
+            problem, error = f"the values of layer {layer} change with", value_errors[layer]
+            return f"exact reuse only: {problem} their position (error {error:.2g})"
+        chosen.append(turn)
+    if not any(chosen):  # where position ids are ignored, all layers look like layers without rotation
+        return "exact reuse only: no layer's keys turn with their position"
+    return KeyRotation(tuple(chosen))
+
+
+def _known_turns(model: Any) -> list[Turn]:
+    """Every set of frequencies on the model's rotary modules, with either way to form pairs."""
+    turns: dict[Turn, None] = {}
+    for _, module in rotary_modules(model):
+        for name, value in {**vars(module), **module._buffers}.items():
+            if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
+                continue
+            if isinstance(value, torch.Tensor) and value.dim() == 1:
+                # the very numbers that the model multiplies its positions with, however rounded
+                inv_freq = tuple(value.double().tolist())
+                turns.update({Turn(inv_freq, interleaved): None for interleaved in (False, True)})
+    return list(turns)
+
+
+def _wherever_it_fits(turn: Turn, layout: KVLayout) -> KeyRotation:
+    head_dims = [layout.slabs[rows.slab].head_dim for rows, _ in layout.layers]
+    return KeyRotation(tuple(turn if turn.channels <= head_dim else None for head_dim in head_dims))
+
+
+def _probe(model: Any, layout: KVLayout) -> tuple[Arena, dict[int, Arena]]:
+    """KV of a short text at the first positions, and by shift further on."""
+    limit = max_positions(model)
+    shifts = sorted({shift if limit is None else min(shift, limit // 2) for shift in _PROBE_SHIFTS})
+    device = model.get_input_embeddings().weight.device
+    ids = (torch.arange(_PROBE_TOKENS) * 7919 % text_config(model).vocab_size).to(device).unsqueeze(0)
+    arenas = {shift: Arena(layout, _PROBE_TOKENS) for shift in (0, *shifts)}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for shift, arena in arenas.items():
+                positions = torch.arange(shift, shift + _PROBE_TOKENS, device=device).unsqueeze(0)
+                model(input_ids=ids, position_ids=positions, past_key_values=arena, use_cache=True)
+    finally:
+        model.train(was_training)
+    return arenas.pop(0), arenas
+
+
+def _errors(
+    candidate: KeyRotation, layout: KVLayout, still: Arena, moved: dict[int, Arena], part: int
+) -> list[float]:
+    """Per layer, how far `still` turned by `candidate` is from `moved`; part 0 is keys, 1 values."""
+    worst = [0.0] * len(layout.layers)
+    for shift, arena in moved.items():
+        turned = [slab.clone() for slab in still.slabs]
+        candidate.rotate_(turned, layout, 0, _PROBE_TOKENS, shift)
+        for layer, ranges in enumerate(layout.layers):
+            where = ranges[part]
+            got, want = (slabs[where.slab][0, where.start : where.end] for slabs in (turned, arena.slabs))
+            error = _relative_error(got.double(), want.double())
+            worst[layer] = max(worst[layer], math.inf if math.isnan(error) else error)
+    return worst
+
+
+def _relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error of `[kv_heads, tokens, head_dim]`, each channel measured by its own size.
+
+    Some models (Qwen2) have a few channels a hundred times louder than all others, which hardly
+    turn: by the norm of the whole, keys that were not turned at all would look right.
+    """
+    size = want.norm(dim=-2)
+    size = size.clamp_min(1e-3 * float(size.square().mean().sqrt())).clamp_min(1e-12)
+    return float(((got - want).norm(dim=-2) / size).square().mean().sqrt())

@@ -11,6 +11,7 @@ from kvboost.models import RecomputeStrategy
 
 _Choice = TypeVar("_Choice", bound=Enum)
 CACHE_DEVICES = ("cpu", "model")
+SELECTORS = ("guided", "deviation")
 
 
 def choice(kind: type[_Choice], name: str, value: _Choice | str) -> _Choice:
@@ -34,6 +35,10 @@ class EngineSettings:
     kv_cache_bits: int | str | None = 16
     disk_cache_dir: str | None = None
     chunk_boundary_window: int = 0
+    overlap_k: int = 0
+    sink_tokens: int = 0
+    selector: str = "guided"
+    max_kl: float | None = None
     max_cache_bytes: int | None = None
     cache_device: str = "cpu"
     bit_exact: bool = False
@@ -44,12 +49,12 @@ class EngineSettings:
         choice(RecomputeStrategy, "recompute_strategy", self.recompute_strategy)
         self._at_least("chunk_size", 1)
         self._at_least("recompute_overlap", 0)
+        self._at_least("overlap_k", 0)
+        self._at_least("sink_tokens", 0)
         self._at_least("max_chunks", 0, or_none=True)
         self._at_least("max_cache_bytes", 0, or_none=True)
         self._at_least("prefill_block", 1, or_none=True)
-        ratio = self.recompute_ratio
-        if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise InvalidRequestError(f"recompute_ratio must be from 0 to 1, got {ratio!r}")
+        self._check_repair()
         if self.kv_cache_bits not in (16, None):
             raise InvalidRequestError(
                 f"kv_cache_bits must be 16 or None in this version, got {self.kv_cache_bits!r}"
@@ -67,6 +72,20 @@ class EngineSettings:
             )
         if self.bit_exact and self.chunk_boundary_window:
             raise InvalidRequestError("bit_exact needs blocks of equal size: set chunk_boundary_window to 0")
+        if self.bit_exact and self.overlap_k:
+            raise InvalidRequestError("bit_exact needs chunks that saw all before them: set overlap_k to 0")
+
+    def _check_repair(self) -> None:
+        if self.selector not in SELECTORS:
+            raise InvalidRequestError(f'selector must be "guided" or "deviation", got {self.selector!r}')
+        ratio, bound = self.recompute_ratio, self.max_kl
+        if ratio != "auto" and (isinstance(ratio, (str, bool)) or not 0 <= ratio <= 1):
+            raise InvalidRequestError(f'recompute_ratio must be from 0 to 1 or "auto", got {ratio!r}')
+        if bound is not None:
+            if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound > 0:
+                raise InvalidRequestError(f"max_kl must be None or greater than 0, got {bound!r}")
+            if ratio != "auto":
+                raise InvalidRequestError('max_kl chooses the ratio: pass recompute_ratio="auto" with it')
 
     def _at_least(self, name: str, least: int, *, or_none: bool = False) -> None:
         value: Any = getattr(self, name)

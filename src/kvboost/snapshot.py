@@ -30,7 +30,7 @@ from kvboost.models import CachedChunk, content_hash_from_tokens, token_bytes
 
 HEADER = "cache.json"
 FORMAT = "kvboost-cache"
-VERSION = 1
+VERSION = 2
 _SHARD_BYTES = 256 << 20
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ def load(
         if chunk is None:
             report.corrupt += 1
             damaged.add(str(row.get("key")) if isinstance(row, dict) else "")
-        elif manager.restore(StoredChunk(row["namespace"], chunk), layout, family):
+        elif manager.restore(StoredChunk(row["namespace"], row["content"], chunk), layout, family):
             report.loaded += 1
         else:
             report.no_room += 1
@@ -132,6 +132,7 @@ _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "key": str,
     "parent": str,
     "namespace": str,
+    "content": str,
     "shard": str,
     "checksum": str,
     "position_start": int,
@@ -179,6 +180,7 @@ def _row_of(stored: StoredChunk) -> dict[str, Any]:
         "key": chunk.chunk_id,
         "parent": chunk.parent_hash,
         "namespace": stored.namespace_key,
+        "content": stored.content_key,
         "position_start": chunk.position_start,
         "length": chunk.length,
         "created_at": chunk.created_at,

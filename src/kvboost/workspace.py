@@ -23,7 +23,8 @@ _MEMORY_SHARE = 8  # keep an arena of at most this fraction of the device's memo
 class _Kept:
     arena: Arena
     namespace_key: str
-    token_ids: np.ndarray  # of the positions that hold exact KV
+    token_ids: np.ndarray  # of the positions that hold KV
+    exact_tokens: int  # of them, the first ones that hold exact KV
 
 
 class Workspace:
@@ -34,13 +35,13 @@ class Workspace:
         self._kept: _Kept | None = None
         self._lock = threading.Lock()
 
-    def take(self, capacity: int, namespace_key: str, token_ids: np.ndarray) -> tuple[Arena, int]:
-        """An arena for `capacity` tokens, and how many of `token_ids` it holds already."""
+    def take(self, capacity: int, namespace_key: str, token_ids: np.ndarray) -> tuple[Arena, int, int]:
+        """An arena for `capacity` tokens, and how many of `token_ids` it holds already: exact ones, any."""
         capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is None:
-            return Arena(self._layout, capacity), 0
+            return Arena(self._layout, capacity), 0, 0
         common = 0
         if kept.namespace_key == namespace_key:
             size = min(len(kept.token_ids), len(token_ids))
@@ -48,17 +49,23 @@ class Workspace:
             common = int(np.argmax(differs)) if differs.any() else size
         if kept.arena.capacity < capacity:
             if not common:
-                return Arena(self._layout, capacity), 0
+                return Arena(self._layout, capacity), 0, 0
             kept.arena.grow(capacity)
         kept.arena.set_length(0)
-        return kept.arena, common
+        return kept.arena, min(common, kept.exact_tokens), common
 
-    def give_back(self, arena: Arena, namespace_key: str, token_ids: np.ndarray) -> None:
-        """Keep `arena`, whose first positions hold exact KV of `token_ids`, for the next request."""
+    def give_back(
+        self, arena: Arena, namespace_key: str, token_ids: np.ndarray, exact_tokens: int | None = None
+    ) -> None:
+        """Keep `arena` for the next request.
+
+        It holds KV of `token_ids`, of which the first `exact_tokens` are exact (None = all).
+        """
         if arena.batch != 1 or arena.nbytes > _limit_bytes(arena.slabs[0].device):
             return
         with self._lock:
-            self._kept = _Kept(arena, namespace_key, np.array(token_ids, dtype=np.int64))
+            exact = len(token_ids) if exact_tokens is None else exact_tokens
+            self._kept = _Kept(arena, namespace_key, np.array(token_ids, dtype=np.int64), exact)
 
     def drop(self) -> None:
         """Free the kept arena."""

@@ -18,9 +18,6 @@ from kvboost.models import GenerationMode
 PARAMETERS = inspect.signature(InferenceEngine.__init__).parameters
 # The engine takes these names, but no value of them changes anything yet.
 WITHOUT_EFFECT_YET = {
-    "recompute_overlap",
-    "recompute_strategy",
-    "recompute_ratio",
     "kv_cache_bits",
     "disk_cache_dir",
 }

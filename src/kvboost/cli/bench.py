@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvboost.cli.bench_reuse import quality, rag
 from kvboost.cli.bench_store import eviction, lookup
 from kvboost.cli.counts import read_counts
 from kvboost.cli.options import engine_options
@@ -34,6 +35,8 @@ def bench() -> None:
 
 bench.add_command(lookup)
 bench.add_command(eviction)
+bench.add_command(quality)
+bench.add_command(rag)
 
 
 @bench.command()

@@ -47,10 +47,24 @@ class Flag:
 
     @property
     def metavar(self) -> str | None:
-        return "N|none" if self.kind is count_or_none else None
+        return {count_or_none: "N|none", ratio_or_auto: "SHARE|auto"}.get(self.kind)
+
+
+def ratio_or_auto(value: Any) -> float | str:
+    """A number from 0 to 1, or the word auto."""
+    if str(value).lower() == "auto":
+        return "auto"
+    try:
+        ratio = float(value)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise click.BadParameter(f'expected a number from 0 to 1 or "auto", got {value!r}')
+    return ratio
 
 
 _COUNT = click.IntRange(min=1)
+_LEAST_ZERO = click.IntRange(min=0)
 
 ENGINE_FLAGS = (
     Flag("chunk_size", _COUNT, 128, "Tokens per cached chunk."),
@@ -58,10 +72,37 @@ ENGINE_FLAGS = (
     Flag("max_cache_bytes", count_or_none, None, "Bytes that the cache may hold.", "no limit"),
     Flag(
         "chunk_boundary_window",
-        click.IntRange(min=0),
+        _LEAST_ZERO,
         0,
         "A cut slides by at most this many tokens to a sentence end.",
     ),
+    Flag(
+        "recompute_ratio",
+        ratio_or_auto,
+        0.15,
+        'Share of approximately reused tokens that is computed again; "auto" = what --max-kl needs.',
+    ),
+    Flag("max_kl", float, None, "With --recompute-ratio auto: the error that reuse may make.", "none"),
+    Flag(
+        "selector",
+        click.Choice(["guided", "deviation"]),
+        "guided",
+        "How the tokens to compute again are found.",
+    ),
+    Flag(
+        "recompute_strategy",
+        click.Choice(["selective", "cacheblend", "none"]),
+        "selective",
+        "Repair of prefix chunks with --overlap-k. Moved text always goes through cacheblend.",
+    ),
+    Flag("recompute_overlap", _LEAST_ZERO, 16, "Tokens that selective computes again at each seam."),
+    Flag(
+        "overlap_k",
+        _LEAST_ZERO,
+        0,
+        "Encode chunks so that each sees only this many tokens before it; 0 = all, which is exact.",
+    ),
+    Flag("sink_tokens", _LEAST_ZERO, 0, "So many first positions are never reused approximately."),
     Flag(
         "cache_device",
         click.Choice(["cpu", "model"]),

@@ -1,0 +1,62 @@
+"""When approximate reuse is allowed, how it is repaired, and what it is estimated to cost.
+
+Gathers what the engine's options and the model itself say about it. Knows no store and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost import rope
+from kvboost.cacheblend import CacheBlendRecompute
+from kvboost.costs import CostEstimate, ForwardCosts
+from kvboost.models import RecomputeStrategy, ReusedRun
+from kvboost.prompt_assembler import ReusePlan
+from kvboost.repair import RepairStrategy
+from kvboost.selective_recompute import SelectiveRecompute
+from kvboost.settings import EngineSettings
+
+BIT_EXACT_REASON = "exact reuse only: bit_exact"
+NOT_CALIBRATED_REASON = "exact reuse only: not calibrated, run kvboost calibrate or engine.calibrate()"
+
+
+class Approximation:
+    """The policy of one engine. `ratio` is the share computed again; None = none is good enough."""
+
+    def __init__(self, model: Any, settings: EngineSettings, rotation: rope.KeyRotation | str) -> None:
+        self._settings = settings
+        self.rotation = rotation if isinstance(rotation, rope.KeyRotation) else None
+        self._unmovable = rotation if isinstance(rotation, str) else ""
+        self._limit = rope.approximate_limit_tokens(model)
+        self._costs = ForwardCosts(model)
+        ratio = settings.recompute_ratio
+        self.ratio: float | None = None if isinstance(ratio, str) else float(ratio)
+        self.no_ratio_reason = NOT_CALIBRATED_REASON
+
+    def refusal(self, total: int) -> str:
+        """Why a prompt of `total` tokens gets exact reuse only; "" = it does not."""
+        if self._settings.bit_exact:
+            return BIT_EXACT_REASON
+        if self._unmovable:
+            return self._unmovable
+        if self._limit is not None and total > self._limit:
+            return rope.WINDOW_REASON
+        return self.no_ratio_reason if self.ratio is None else ""
+
+    def strategy(self, plan: ReusePlan) -> RepairStrategy | None:
+        """How the reused tokens of `plan` are repaired. What was moved always goes through CacheBlend."""
+        kind = RecomputeStrategy(self._settings.recompute_strategy)
+        if plan.has_moved or kind is RecomputeStrategy.CACHEBLEND:
+            # The ratio is a promise here, so no threshold cuts it.
+            return CacheBlendRecompute(self.ratio or 0.0, 0.0, selector=self._settings.selector)
+        if kind is RecomputeStrategy.SELECTIVE:
+            return SelectiveRecompute(self._settings.recompute_overlap)
+        return None
+
+    def estimate(self, runs: Sequence[ReusedRun], total: int) -> CostEstimate:
+        """What repairing `runs` would cost, against computing all behind the exact ones."""
+        if any(run.shift for run in runs) or not self._settings.overlap_k:
+            return self._costs.estimate(runs, total, self.ratio or 0.0, self._settings.selector)
+        seam = self._settings.recompute_overlap / self._settings.chunk_size
+        return self._costs.estimate(runs, total, min(1.0, seam), None)

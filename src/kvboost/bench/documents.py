@@ -1,0 +1,322 @@
+"""Questions over several documents, as token ids: what is asked, and how the documents were read before.
+
+Documents are pieces of Python's own language reference with a made-up fact in each; a question
+asks for the fact of one of them. The same seed gives the same prompts. Knows a tokenizer, no
+model and no engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from kvboost.errors import InvalidRequestError
+
+Span = tuple[int, int]  # half-open
+ALONE, BEHIND = "alone", "behind"
+INSTRUCTION = "Answer the question with the help of the documents."
+_BODY = "\u2063documents\u2063"  # stands for the documents while a template is rendered
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"“])")
+_NAMES = ("Heron", "Falcon", "Osprey", "Plover", "Curlew", "Magpie", "Kestrel", "Pelican", "Raven", "Puffin")
+_TABLE_MARKS = "+|"  # a table drawn with these is no English
+_PLACES = ("archive", "harbour", "library", "station", "tower", "garden", "museum", "depot", "mill", "farm")
+_KINDS = (
+    "access code",
+    "telephone extension",
+    "licence number",
+    "opening year",
+    "parcel number",
+    "height in millimetres",
+    "insurance number",
+    "daily number of visitors",
+    "price in dollars",
+    "weight in kilograms",
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that only its document says."""
+
+    kind: str
+    name: str
+    number: int
+
+    @property
+    def sentence(self) -> str:
+        return f"The {self.kind} of the {self.name} is {self.number}."
+
+    @property
+    def question(self) -> str:
+        return f"What is the {self.kind} of the {self.name}?"
+
+    def is_in(self, answer: str) -> bool:
+        """Whether `answer` gives the number, however its digits are grouped."""
+        digits = re.sub(r"(?<=\d)[ ,.](?=\d{3}\b)", "", answer)
+        return re.search(rf"(?<!\d){self.number}(?!\d)", digits) is not None
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with a fact in it, and its ids when it is encoded by itself."""
+
+    text: str
+    fact: Fact
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DocumentPrompt:
+    """Several documents and a question, as `token_ids` `[tokens]`.
+
+    `spans` say where each document's ids stand; `content` is all of it as a user's message.
+    """
+
+    documents: tuple[Document, ...]
+    asked: Fact
+    content: str
+    token_ids: np.ndarray
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts of one kind: how many documents of how many tokens, cached alone or behind other text."""
+
+    way: str
+    documents: int
+    tokens_each: Span
+
+    @property
+    def name(self) -> str:
+        return f"{self.way}-{self.documents}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and the texts (ids) that were read before it came."""
+
+    group: str
+    prompt: DocumentPrompt
+    read_before: tuple[list[int], ...]
+
+
+def groups_of(counts: Sequence[int], prompt_tokens: int) -> tuple[Group, ...]:
+    """Both ways for every number of documents, with prompts of about `prompt_tokens`."""
+    return tuple(
+        Group(way, count, (prompt_tokens * 3 // (4 * count), prompt_tokens * 5 // (4 * count)))
+        for way in (ALONE, BEHIND)
+        for count in dict.fromkeys(counts)
+    )
+
+
+def make_cases(tokenizer: Any, groups: Sequence[Group], count: int, seed: int) -> Iterator[Case]:
+    """`count` cases, the groups taking turns. Texts of one case have nothing in common."""
+    random = Random(seed)
+    writer = PromptWriter(tokenizer)
+    shelves = {span: Shelf(tokenizer, *span, random.randrange(2**32)) for span in _lengths(groups)}
+    for number in range(count):
+        group = groups[number % len(groups)]
+        yield _make_case(writer, shelves[group.tokens_each], group, random)
+
+
+def _lengths(groups: Sequence[Group]) -> list[Span]:
+    return list(dict.fromkeys(group.tokens_each for group in groups))
+
+
+def _make_case(writer: PromptWriter, shelf: Shelf, group: Group, random: Random) -> Case:
+    """Other text before a document: at least 256 tokens where it is cached behind some."""
+    fillers = -(-256 // group.tokens_each[0]) if group.way == BEHIND else 0
+    pieces = shelf.take(group.documents * (1 + fillers))
+    documents = writer.documents(pieces[: group.documents], random)
+    read_before = []
+    for number, document in enumerate(documents):
+        before = pieces[group.documents + number * fillers :][:fillers]
+        read_before.append(writer.read_by_itself(document, behind=before))
+    random.shuffle(documents)
+    prompt = writer.prompt(documents, random.choice(documents).fact)
+    random.shuffle(read_before)
+    return Case(group.name, prompt, tuple(read_before))
+
+
+class Shelf:
+    """Pieces of text of `low` to `high` tokens, cut at sentence ends, in random order.
+
+    Paragraphs that the reference repeats are left out. When all pieces are taken, the text is cut
+    anew at other places: pieces of one `take` never overlap.
+    """
+
+    def __init__(self, tokenizer: Any, low: int, high: int, seed: int) -> None:
+        if not 0 < low <= high:
+            raise InvalidRequestError(
+                f"a document needs from 1 token to as many or more, got {low} to {high}"
+            )
+        self._low, self._high = low, high
+        self._random = Random(seed)
+        self._topics = [_counted(tokenizer, sentences) for sentences in _sentences_by_topic()]
+        self._pieces: list[str] = []
+
+    def take(self, count: int) -> list[str]:
+        """`count` pieces that have nothing in common."""
+        if len(self._pieces) < count:
+            self._pieces = self._cut_all()
+            self._random.shuffle(self._pieces)
+        if len(self._pieces) < count:
+            raise InvalidRequestError(
+                f"the benchmark's text has {len(self._pieces)} pieces of {self._low} to {self._high} tokens, "
+                f"{count} were asked for; choose shorter or fewer documents"
+            )
+        return [self._pieces.pop() for _ in range(count)]
+
+    def _cut_all(self) -> list[str]:
+        return [piece for topic in self._topics for piece in self._cut(topic)]
+
+    def _cut(self, topic: list[tuple[str, int]]) -> Iterator[str]:
+        """Whole sentences in a row until a random length in the range is reached.
+
+        A sentence too long for what is left (a code listing, mostly) starts the next piece, or
+        falls out where it is too long for any.
+        """
+        skipped = self._random.randrange(4)
+        piece: list[str] = []
+        tokens, wanted = 0, self._wanted()
+        for sentence, length in topic[skipped:]:
+            if tokens + length > self._high:
+                if tokens >= self._low:
+                    yield "".join(piece).strip()
+                piece, tokens, wanted = [], 0, self._wanted()
+            if length > self._high:
+                continue
+            piece.append(sentence)
+            tokens += length
+            if tokens >= wanted:
+                yield "".join(piece).strip()
+                piece, tokens, wanted = [], 0, self._wanted()
+
+    def _wanted(self) -> int:
+        return self._random.randint(self._low, self._high)
+
+
+class PromptWriter:
+    """Puts documents and a question into the model's chat template.
+
+    Documents and what is between them are encoded one by one, so that a document has the same ids
+    wherever it stands.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def documents(self, texts: Sequence[str], random: Random) -> list[Document]:
+        """`texts` with a fact each, at a random place between two sentences."""
+        documents = []
+        for text, fact in zip(texts, draw_facts(len(texts), random), strict=True):
+            with_fact = _put_in(fact.sentence, text, random)
+            documents.append(Document(with_fact, fact, tuple(self._encode(with_fact))))
+        return documents
+
+    def prompt(self, documents: Sequence[Document], asked: Fact) -> DocumentPrompt:
+        """The documents in the given order, then the question."""
+        before, after = self._frame(asked.question)
+        ids = self._start_ids + self._encode(before)
+        spans = []
+        for number, document in enumerate(documents, start=1):
+            ids += self._encode(_header(number))
+            spans.append((len(ids), len(ids) + len(document.token_ids)))
+            ids += document.token_ids
+        ids += self._encode(after)
+        content = message(documents, asked.question)
+        return DocumentPrompt(tuple(documents), asked, content, np.asarray(ids, dtype=np.int64), tuple(spans))
+
+    def read_by_itself(self, document: Document, behind: Sequence[str] = ()) -> list[int]:
+        """The ids of a document as it was read before: first of all, or behind other texts."""
+        other = [self._encode(text + "\n\n") for text in behind]
+        return [*self._start_ids, *(token for ids in other for token in ids), *document.token_ids]
+
+    def _frame(self, question: str) -> tuple[str, str]:
+        """What stands before the first document's header and behind the last document."""
+        content = f"{INSTRUCTION}{_BODY}\n\nQuestion: {question}"
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            before, _, after = content.partition(_BODY)
+            return before, f"{after}\nAnswer:"
+        rendered = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        before, _, after = str(rendered).partition(_BODY)
+        return before, after
+
+    @cached_property
+    def _start_ids(self) -> list[int]:
+        """What the tokenizer puts before every text; a chat template writes it out itself."""
+        if getattr(self._tokenizer, "chat_template", None) is not None:
+            return []
+        with_specials = list(self._tokenizer("a", verbose=False)["input_ids"])
+        return with_specials[: with_specials.index(self._encode("a")[0])]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def message(documents: Sequence[Document], question: str) -> str:
+    """What a user writes: the instruction, the documents under their headers, the question."""
+    body = "".join(_header(number) + document.text for number, document in enumerate(documents, start=1))
+    return f"{INSTRUCTION}{body}\n\nQuestion: {question}"
+
+
+def draw_facts(count: int, random: Random) -> list[Fact]:
+    """`count` facts with different names and numbers, and of different kinds as far as there are any."""
+    names = [f"{name} {place}" for name in _NAMES for place in _PLACES]
+    if count > len(names):
+        raise InvalidRequestError(f"there are {len(names)} made-up facts, {count} were asked for")
+    kinds = random.sample(_KINDS, len(_KINDS))
+    numbers = random.sample(range(1_000, 10_000), count)
+    return [
+        Fact(kinds[index % len(kinds)], name, numbers[index])
+        for index, name in enumerate(random.sample(names, count))
+    ]
+
+
+def _header(number: int) -> str:
+    return f"\n\nDocument {number}:\n"
+
+
+def _put_in(sentence: str, text: str, random: Random) -> str:
+    """`sentence` as one more sentence of `text`, anywhere but in front."""
+    places = [found.start() for found in _SENTENCE_END.finditer(text)]
+    at = random.choice([*places, len(text)])
+    return f"{text[:at]} {sentence}{text[at:]}"
+
+
+def _sentences_by_topic() -> list[list[str]]:
+    """Every topic's sentences with the space behind them, without tables and repeated paragraphs."""
+    from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
+
+    seen: set[str] = set()
+    by_topic = []
+    for name in sorted(topics, key=lambda name: len(topics[name])):
+        sentences: list[str] = []
+        for paragraph in topics[name].split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words and words not in seen and words[0] not in _TABLE_MARKS:
+                seen.add(words)
+                sentences += _split(paragraph.rstrip() + "\n\n")
+        by_topic.append(sentences)
+    return by_topic
+
+
+def _split(paragraph: str) -> list[str]:
+    ends = [found.end() for found in _SENTENCE_END.finditer(paragraph)]
+    return [paragraph[start:end] for start, end in zip([0, *ends], [*ends, len(paragraph)], strict=True)]
+
+
+def _counted(tokenizer: Any, sentences: list[str]) -> list[tuple[str, int]]:
+    if not sentences:
+        return []
+    encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"]
+    return [(sentence, len(ids)) for sentence, ids in zip(sentences, encoded, strict=True)]

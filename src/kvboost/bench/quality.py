@@ -1,0 +1,362 @@
+"""`bench quality`: how far an answer over reused documents is from one over documents read anew.
+
+Documents are read once, alone or behind other text, and come back in another order behind a
+question. Error = KL divergence of the next tokens from those after full prefill, for every method
+of repair and every share of recomputed tokens; and whether a fact is still found. Knows no terminal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from kvboost.bench.documents import Case, groups_of, make_cases
+from kvboost.bench.record import machine_record
+from kvboost.errors import InvalidRequestError
+from kvboost.quality import METHODS, Measured, ReuseTrial
+
+Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
+OpenEngine = Callable[..., Any]  # an engine with these options on the model that is measured
+WITH_RATIO = ("deviation", "guided", "random")
+FACT_METHODS = ("guided", "deviation")
+OVERALL = "overall"
+TARGET_RATIO = 0.10
+MAX_GUIDED_OVER_DEVIATION = 0.6
+MAX_OVER_BUDGET = 1.5
+_RESAMPLES = 2_000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method of repair, with the share of tokens that it may recompute where it takes one."""
+
+    method: str
+    ratio: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.method if self.ratio is None else f"{self.method} {self.ratio:.0%}"
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """What is measured. `documents` are numbers of documents per prompt; each is one group cached
+    alone and one cached behind other text. `budgets` are errors to be held on prompts not calibrated with."""
+
+    prompts: int = 64
+    documents: tuple[int, ...] = (4, 8)
+    prompt_tokens: int = 1_500
+    ratios: tuple[float, ...] = (0.05, 0.10, 0.15, 0.20, 0.30)
+    methods: tuple[str, ...] = METHODS
+    continuation_tokens: int = 32
+    facts: int = 24
+    fact_tokens: int = 24
+    budgets: tuple[float, ...] = (0.02, 0.03, 0.05)
+    seed: int = 0
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [
+            variant
+            for method in self.methods
+            for variant in (
+                [Variant(method, ratio) for ratio in sorted(self.ratios)]
+                if method in WITH_RATIO
+                else [Variant(method)]
+            )
+        ]
+
+    def check(self) -> None:
+        """Raise where nothing sensible could be measured."""
+        if unknown := set(self.methods) - set(METHODS):
+            raise InvalidRequestError(f"methods must be of {', '.join(METHODS)}; got {min(unknown)}")
+        if not all(0 < ratio <= 1 for ratio in self.ratios):
+            raise InvalidRequestError(f"ratios must be above 0 and at most 1, got {min(self.ratios):g}")
+
+
+@dataclass
+class Outcome:
+    """Everything measured on one prompt."""
+
+    group: str
+    prompt_tokens: int
+    baseline_seconds: float
+    found: dict[Variant, Measured] = field(default_factory=dict)
+    facts: dict[str, bool] = field(default_factory=dict)  # who -> the asked-for number was there
+
+
+def run(
+    engine: Any,
+    model: str,
+    settings: QualitySettings,
+    open_engine: OpenEngine,
+    report: Report = lambda _done, _total, _text: None,
+) -> dict[str, Any]:
+    """Measure all prompts and return the record; `report` hears what is being done.
+
+    `open_engine` opens engines of other settings, for the facts. The caches need room for everything:
+    open them with `max_chunks=None`.
+    """
+    settings.check()
+    groups = groups_of(settings.documents, settings.prompt_tokens)
+    machine = machine_record(engine.model.get_input_embeddings().weight.device)
+    fact_engines = _fact_engines(settings, open_engine)
+    outcomes = []
+    for number, case in enumerate(make_cases(engine.tokenizer, groups, settings.prompts, settings.seed)):
+        report(number, settings.prompts, f"{case.group}, {len(case.prompt.token_ids)} tokens")
+        asks = fact_engines if number < settings.facts else {}
+        outcomes.append(_measure(engine, case, settings, asks, Random(settings.seed + number)))
+    for fact_engine in fact_engines.values():
+        fact_engine.close()
+    report(settings.prompts, settings.prompts, "done")
+    results = summaries(outcomes, settings.variants)
+    return {
+        "benchmark": "quality",
+        "model": model,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "machine": machine,
+        "settings": dataclasses.asdict(settings),
+        "groups": {name: _describe(of_group) for name, of_group in _by_group(outcomes).items()},
+        "results": results,
+        "facts": fact_scores(outcomes),
+        "budgets": budgets(outcomes, settings),
+        "targets": targets(results, settings),
+        "prompts": [_row(outcome) for outcome in outcomes],
+    }
+
+
+def _fact_engines(settings: QualitySettings, open_engine: OpenEngine) -> dict[str, Any]:
+    if not settings.facts:
+        return {}
+    methods = [method for method in FACT_METHODS if method in settings.methods]
+    return {method: open_engine(selector=method, recompute_ratio=TARGET_RATIO) for method in methods}
+
+
+# --- one prompt ----------------------------------------------------------------------------------
+
+
+def _measure(
+    engine: Any, case: Case, settings: QualitySettings, fact_engines: dict[str, Any], random: Random
+) -> Outcome:
+    """All variants in random order on the same cache, which is empty again afterwards."""
+    _read(engine, case)
+    trial = ReuseTrial(engine, case.prompt.token_ids, settings.continuation_tokens)
+    outcome = Outcome(case.group, len(case.prompt.token_ids), trial.baseline_seconds)
+    for variant in random.sample(settings.variants, len(settings.variants)):
+        outcome.found[variant] = trial.measure(variant.method, variant.ratio or 0.0)
+    engine.clear()
+    if fact_engines:
+        answer = _until_end(trial.answer_ids[: settings.fact_tokens], engine.tokenizer.eos_token_id)
+        outcome.facts["baseline"] = case.prompt.asked.is_in(engine.tokenizer.decode(answer))
+    for method, fact_engine in fact_engines.items():
+        _read(fact_engine, case)
+        result = fact_engine.generate(case.prompt.token_ids.tolist(), settings.fact_tokens)
+        outcome.facts[method] = case.prompt.asked.is_in(result.output_text)
+        fact_engine.clear()
+    return outcome
+
+
+def _until_end(token_ids: list[int], end_token: int | None) -> list[int]:
+    """The ids before the first end token: a trial goes on behind it, an answer does not."""
+    return token_ids[: token_ids.index(end_token)] if end_token in token_ids else token_ids
+
+
+def _read(engine: Any, case: Case) -> None:
+    engine.clear()
+    for token_ids in case.read_before:
+        engine.warm(token_ids)
+
+
+# --- what it comes to ----------------------------------------------------------------------------
+
+
+def summaries(outcomes: Sequence[Outcome], variants: Iterable[Variant]) -> list[dict[str, Any]]:
+    """A record per variant: its figures over all prompts and in every group."""
+    by_group = {OVERALL: list(outcomes), **_by_group(outcomes)}
+    return [
+        {
+            "method": variant.method,
+            "ratio": variant.ratio,
+            "groups": {name: _summary(of_group, variant) for name, of_group in by_group.items()},
+        }
+        for variant in variants
+    ]
+
+
+def _by_group(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    names = dict.fromkeys(outcome.group for outcome in outcomes)
+    return {name: [outcome for outcome in outcomes if outcome.group == name] for name in names}
+
+
+def _summary(outcomes: Sequence[Outcome], variant: Variant) -> dict[str, Any]:
+    """Mean KL with a 95% interval (bootstrap over prompts) and quartiles, and the rest."""
+    found = [outcome.found[variant] for outcome in outcomes]
+    errors = np.asarray([measured.kl for measured in found])
+    low, high = _mean_interval(errors)
+    quartiles = np.quantile(errors, [0.25, 0.5, 0.75])
+    seconds = statistics.median(measured.seconds for measured in found)
+    reused = sum(measured.reused_tokens for measured in found)
+    recomputed = sum(measured.recomputed_tokens for measured in found)
+    return {
+        "kl_mean": _rounded(errors.mean()),
+        "kl_mean_low": _rounded(low),
+        "kl_mean_high": _rounded(high),
+        "kl_quartiles": [_rounded(value) for value in quartiles],
+        "top1": round(statistics.fmean(measured.top1 for measured in found), 4),
+        "recomputed_share": round(recomputed / reused, 4) if reused else None,
+        "seconds": round(seconds, 4),
+        "speedup": round(statistics.median(o.baseline_seconds for o in outcomes) / seconds, 2),
+    }
+
+
+def _mean_interval(values: np.ndarray) -> tuple[float, float]:
+    """Where the mean lies in 95% of resamples of `values` `[prompts]`."""
+    chosen = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
+    low, high = np.quantile(values[chosen].mean(axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _rounded(value: float) -> float:
+    """To four digits, however small."""
+    return float(f"{value:.4g}")
+
+
+def _describe(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    tokens = [outcome.prompt_tokens for outcome in outcomes]
+    reused = [max((m.reused_tokens for m in outcome.found.values()), default=0) for outcome in outcomes]
+    return {
+        "prompts": len(outcomes),
+        "prompt_tokens": [min(tokens), round(statistics.fmean(tokens)), max(tokens)],
+        "reused_share": round(sum(reused) / sum(tokens), 4),
+        "baseline_seconds": round(statistics.median(o.baseline_seconds for o in outcomes), 3),
+    }
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "group": outcome.group,
+        "prompt_tokens": outcome.prompt_tokens,
+        "baseline_seconds": round(outcome.baseline_seconds, 3),
+        "kl": {variant.name: _rounded(outcome.found[variant].kl) for variant in sorted_variants(outcome)},
+        "facts": outcome.facts,
+    }
+
+
+def sorted_variants(outcome: Outcome) -> list[Variant]:
+    """The variants of an outcome in the order of the methods, then by ratio."""
+    return sorted(outcome.found, key=lambda variant: (METHODS.index(variant.method), variant.ratio or 0.0))
+
+
+def fact_scores(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """In which share of the prompts the answer holds the asked-for number; None where nobody was asked."""
+    asked = [outcome.facts for outcome in outcomes if outcome.facts]
+    if not asked:
+        return None
+    known = [facts for facts in asked if facts["baseline"]]
+    return {
+        "ratio": TARGET_RATIO,
+        "prompts": len(asked),
+        "found": {who: round(statistics.fmean(facts[who] for facts in asked), 4) for who in asked[0]},
+        "found_where_baseline_does": {
+            who: round(statistics.fmean(facts[who] for facts in known), 4) if known else None
+            for who in asked[0]
+        },
+    }
+
+
+# --- what was to be reached ----------------------------------------------------------------------
+
+
+def targets(results: Sequence[dict[str, Any]], settings: QualitySettings) -> list[dict[str, Any]]:
+    """What was to be reached, what was, and whether that is enough; only what was measured.
+
+    Where every group counts, the value is that of the worst one, and equal is not enough.
+    """
+    errors = {
+        Variant(result["method"], result["ratio"]): {
+            name: summary["kl_mean"] for name, summary in result["groups"].items()
+        }
+        for result in results
+    }
+    guided, deviation = (Variant(method, TARGET_RATIO) for method in ("guided", "deviation"))
+    twice = Variant("deviation", 2 * TARGET_RATIO)
+    found = []
+    if {guided, deviation} <= set(errors):
+        ratio = _ratio(errors[guided][OVERALL], errors[deviation][OVERALL])
+        found.append(_target(guided, deviation, "all prompts", ratio, MAX_GUIDED_OVER_DEVIATION))
+    if {guided, twice} <= set(errors):
+        found.append(
+            _target(
+                guided, twice, "all prompts", _ratio(errors[guided][OVERALL], errors[twice][OVERALL]), 1.0
+            )
+        )
+    rivals = [(Variant("guided", ratio), Variant("deviation", ratio)) for ratio in sorted(settings.ratios)]
+    rivals += [(guided, Variant("selective")), (guided, Variant("nothing")), (deviation, Variant("nothing"))]
+    for better, worse in rivals:
+        if {better, worse} <= set(errors):
+            ratio, group = max(
+                (_ratio(errors[better][name], errors[worse][name]), name)
+                for name in errors[better]
+                if name != OVERALL
+            )
+            found.append(_target(better, worse, f"worst group ({group})", ratio, 1.0, below=True))
+    return found
+
+
+def _ratio(value: float, other: float) -> float:
+    return value / other if other else float(value > 0) * 1e9
+
+
+def _target(
+    better: Variant, worse: Variant, where: str, value: float, limit: float, *, below: bool = False
+) -> dict[str, Any]:
+    return {
+        "name": f"KL, {better.name} / {worse.name}, {where}",
+        "value": _rounded(value),
+        "at_most": limit,
+        "met": value < limit if below else value <= limit,
+    }
+
+
+def budgets(outcomes: Sequence[Outcome], settings: QualitySettings) -> list[dict[str, Any]]:
+    """For every budget: the smallest ratio of guided that held it on one half of the prompts, on the other.
+
+    Every second prompt of each group is held out. Where no ratio holds, approximate reuse is refused.
+    """
+    halves: tuple[list[Outcome], list[Outcome]] = ([], [])
+    for of_group in _by_group(outcomes).values():
+        for number, outcome in enumerate(of_group):
+            halves[number % 2].append(outcome)
+    calibration, held_out = halves
+    if "guided" not in settings.methods or not held_out:
+        return []
+    found = []
+    for limit in settings.budgets:
+        fitting = [
+            ratio
+            for ratio in sorted(settings.ratios)
+            if _mean_error(calibration, Variant("guided", ratio)) <= limit
+        ]
+        held = _mean_error(held_out, Variant("guided", fitting[0])) if fitting else None
+        found.append(
+            {
+                "max_kl": limit,
+                "ratio": fitting[0] if fitting else None,
+                "calibration_kl": _rounded(_mean_error(calibration, Variant("guided", fitting[0])))
+                if fitting
+                else None,
+                "held_out_kl": None if held is None else _rounded(held),
+                "met": held is None or held <= MAX_OVER_BUDGET * limit,
+            }
+        )
+    return found
+
+
+def _mean_error(outcomes: Sequence[Outcome], variant: Variant) -> float:
+    return statistics.fmean(outcome.found[variant].kl for outcome in outcomes)

@@ -1,0 +1,467 @@
+"""`kvboost bench quality` and `kvboost bench rag`: documents found again anywhere, error and speed.
+
+Knows how their records are shown, not how they are measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvboost.cli.counts import read_counts
+from kvboost.cli.options import ENGINE_FLAGS, engine_options
+from kvboost.cli.session import opened_engine
+
+if TYPE_CHECKING:
+    from kvboost.engine import InferenceEngine
+
+Plot = Callable[[dict[str, Any], Path], list[Path]]
+METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
+SELECTORS = ("guided", "deviation")
+COMPARED = (
+    "recompute_strategy",
+    "recompute_ratio",
+    "max_kl",
+    "selector",
+)  # engine options with values of ours
+_COUNT = click.IntRange(min=1)
+_COUNT_OR_NONE = click.IntRange(min=0)
+
+
+def read_shares(_context: click.Context, _option: click.Parameter, value: str) -> tuple[float, ...]:
+    """A callback for options: `0.05,0.10` becomes (0.05, 0.1)."""
+    try:
+        shares = tuple(float(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"expected numbers with commas between them, got {value!r}") from None
+    if not all(0 < share <= 1 for share in shares):
+        raise click.BadParameter(f"every number must be above 0 and at most 1, got {value!r}")
+    return tuple(dict.fromkeys(shares))
+
+
+def read_names(
+    allowed: tuple[str, ...], _context: click.Context, _option: click.Parameter, value: str
+) -> tuple[str, ...]:
+    """A callback for options: `guided,random`, each of them allowed."""
+    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise click.BadParameter(f"expected some of {', '.join(allowed)}, got {name!r}")
+    return names
+
+
+def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What both commands take beside their own options and the engine's."""
+    options = (
+        click.option(
+            "--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".'
+        ),
+        click.option(
+            "--seed", type=int, default=0, show_default=True, help="Of texts, orders and questions."
+        ),
+        click.option(
+            "--out",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Also write the JSON and a plot (SVG and PNG) into this folder.",
+        ),
+        click.option("--plot/--no-plot", default=True, show_default=True, help="With --out."),
+        click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+# --- quality -------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--prompts", type=_COUNT, default=64, show_default=True, help="In all groups together.")
+@click.option(
+    "--documents",
+    default="4,8",
+    show_default=True,
+    callback=read_counts,
+    help="Documents per prompt; each number is one group cached alone, one cached behind other text.",
+)
+@click.option(
+    "--prompt-tokens", type=_COUNT, default=1_500, show_default=True, help="Of all documents, about."
+)
+@click.option(
+    "--ratios",
+    default="0.05,0.10,0.15,0.20,0.30",
+    show_default=True,
+    callback=read_shares,
+    help="Shares of the reused tokens that are recomputed.",
+)
+@click.option(
+    "--methods",
+    default=",".join(METHODS),
+    show_default=True,
+    callback=functools.partial(read_names, METHODS),
+    help="What is compared.",
+)
+@click.option(
+    "--continuation", type=_COUNT, default=32, show_default=True, help="Tokens over which the error is taken."
+)
+@click.option(
+    "--facts", type=_COUNT_OR_NONE, default=24, show_default=True, help="Prompts whose answers are checked."
+)
+@click.option(
+    "--budgets",
+    default="0.02,0.03,0.05",
+    show_default=True,
+    callback=read_shares,
+    help="Errors (max_kl) to be held on prompts that were not calibrated with.",
+)
+@shared_options
+@engine_options
+def quality(
+    prompts: int,
+    documents: tuple[int, ...],
+    prompt_tokens: int,
+    ratios: tuple[float, ...],
+    methods: tuple[str, ...],
+    continuation: int,
+    facts: int,
+    budgets: tuple[float, ...],
+    model: str,
+    seed: int,
+    out: Path | None,
+    plot: bool,
+    as_json: bool,
+    engine_options: dict[str, Any],
+) -> None:
+    """The error of reusing documents in another order, by what is recomputed.
+
+    Documents with made-up facts are read once, alone or behind other text, and come back in
+    another order behind a question. Error is the mean KL divergence of the next tokens from those
+    after full prefill. Speed-up is that of the time until the prompt's KV is ready. About half an
+    hour with the default settings on two slow cores.
+
+    \b
+    kvboost bench quality --out results
+    kvboost bench quality --prompts 8 --ratios 0.10 --methods nothing,deviation,guided --facts 0
+    """
+    from kvboost.bench import plots
+    from kvboost.bench.quality import QualitySettings, run
+
+    settings = QualitySettings(
+        prompts,
+        documents,
+        prompt_tokens,
+        ratios,
+        methods,
+        continuation_tokens=continuation,
+        facts=min(facts, prompts),
+        budgets=budgets,
+        seed=seed,
+    )
+    settings.check()
+    _prepare(out, plot)
+    with _opened(model, engine_options) as (engine, open_engine), _bar() as report:
+        record = run(engine, model, settings, open_engine, report)
+    tables: list[Table | str] = (
+        [] if as_json else [quality_table(record), facts_line(record), budgets_table(record)]
+    )
+    _show(record, tables, out, plots.plot_error if plot else None)
+
+
+def quality_table(record: dict[str, Any]) -> Table:
+    """A row per method and ratio: the error overall and per group, and what it costs."""
+    groups = list(record["groups"])
+    table = Table(title=_title(record), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("recomputed", no_wrap=True)
+    for heading in (
+        "share",
+        "mean KL\n(95%)",
+        *(f"{name}\nKL" for name in groups),
+        "top-1",
+        "ms",
+        "speed-\nup",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    method = None
+    for result in record["results"]:
+        overall = result["groups"]["overall"]
+        if result["ratio"] is not None and method != result["method"]:
+            table.add_section()
+        share = overall["recomputed_share"]
+        table.add_row(
+            _row_name(result),
+            "-" if share is None else f"{share:.1%}",
+            f"{overall['kl_mean']:.4f} ({overall['kl_mean_low']:.3f}-{overall['kl_mean_high']:.3f})",
+            *(f"{result['groups'][name]['kl_mean']:.4f}" for name in groups),
+            f"{overall['top1']:.1%}",
+            f"{overall['seconds'] * 1e3:,.0f}",
+            f"{overall['speedup']:.1f}",
+        )
+        method = result["method"]
+    return table
+
+
+def _row_name(result: dict[str, Any]) -> str:
+    name = result["method"].replace("_", " ")
+    return name if result["ratio"] is None else f"{name} {result['ratio']:.0%}"
+
+
+def facts_line(record: dict[str, Any]) -> str:
+    """How often the asked-for number was in the answer, in a sentence."""
+    facts = record["facts"]
+    if facts is None:
+        return "Facts: not asked for."
+    shares = ", ".join(f"{who} {share:.0%}" for who, share in facts["found"].items())
+    return f"Facts: the number was in the answer to {facts['prompts']} questions: {shares}."
+
+
+def budgets_table(record: dict[str, Any]) -> Table:
+    """A row per error budget: the ratio that held it, and the error on the other prompts."""
+    table = _table("error budget (max_kl)")
+    for heading in ("ratio chosen", "KL when\ncalibrated", "KL of the\nother half", "at most\n1.5 x"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for budget in record["budgets"]:
+        refused = budget["ratio"] is None
+        table.add_row(
+            f"{budget['max_kl']:g}",
+            "none: exact only" if refused else f"{budget['ratio']:.0%}",
+            "-" if refused else f"{budget['calibration_kl']:.4f}",
+            "-" if refused else f"{budget['held_out_kl']:.4f}",
+            _verdict(budget),
+        )
+    return table
+
+
+# --- rag -----------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--documents", type=_COUNT, default=8, show_default=True, help="Per prompt.")
+@click.option(
+    "--prompt-tokens", type=_COUNT, default=4_000, show_default=True, help="Of all documents, about."
+)
+@click.option(
+    "--ratios", default="0.10,0.15", show_default=True, callback=read_shares, help="Recomputed shares."
+)
+@click.option(
+    "--selectors",
+    default=",".join(SELECTORS),
+    show_default=True,
+    callback=functools.partial(read_names, SELECTORS),
+    help="How the recomputed tokens are chosen.",
+)
+@click.option("--rounds", type=_COUNT, default=5, show_default=True, help="Orders, with a question each.")
+@click.option(
+    "--pairs", type=_COUNT_OR_NONE, default=15, show_default=True, help="Prompts with nothing in common."
+)
+@click.option("--cold-tokens", type=_COUNT, default=1_000, show_default=True, help="Length of these.")
+@click.option("--chats", type=_COUNT_OR_NONE, default=3, show_default=True, help="Over reordered documents.")
+@click.option("--turns", type=_COUNT, default=5, show_default=True, help="Per chat.")
+@shared_options
+@engine_options
+def rag(
+    documents: int,
+    prompt_tokens: int,
+    ratios: tuple[float, ...],
+    selectors: tuple[str, ...],
+    rounds: int,
+    pairs: int,
+    cold_tokens: int,
+    chats: int,
+    turns: int,
+    model: str,
+    seed: int,
+    out: Path | None,
+    plot: bool,
+    as_json: bool,
+    engine_options: dict[str, Any],
+) -> None:
+    """The first token when known documents come back in another order.
+
+    In every round the documents have been read one by one and nothing else has; all contestants
+    get the same new order and question. Then prompts that share nothing with the cache, where
+    reuse can only lose; and a chat over reordered documents, next to the same chat with exact hits.
+    All times are wall time from the call to the first token. About ten minutes with the default
+    settings on two slow cores.
+
+    \b
+    kvboost bench rag --out results
+    kvboost bench rag --documents 4 --prompt-tokens 1000 --rounds 3 --pairs 0 --chats 0
+    """
+    from kvboost.bench import plots
+    from kvboost.bench.rag import RagSettings, run
+
+    settings = RagSettings(
+        documents,
+        prompt_tokens,
+        ratios,
+        selectors,
+        rounds,
+        pairs,
+        cold_tokens,
+        chats,
+        turns,
+        seed=seed,
+    )
+    _prepare(out, plot)
+    with _opened(model, engine_options) as (engine, open_engine), _bar() as report:
+        record = run(engine, model, settings, open_engine, report)
+    tables: list[Table | str] = (
+        [] if as_json else [rag_table(record), wrong_guess_line(record), chat_table(record)]
+    )
+    _show(record, tables, out, plots.plot_first_tokens if plot else None)
+
+
+def rag_table(record: dict[str, Any]) -> Table:
+    """A row per contestant."""
+    table = Table(title=_title(record), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for heading in (
+        "first token, ms\nmedian (range)",
+        "speed-\nup",
+        "cached",
+        "recom-\nputed",
+        "same first\ntoken",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, outcome in record["contestants"].items():
+        times = outcome["ttft_ms"]
+        table.add_row(
+            name,
+            f"{times['median']:,.0f} ({times['low']:,.0f}-{times['high']:,.0f})",
+            f"{outcome['speedup']:.2f}",
+            f"{outcome['cached_share']:.1%}",
+            f"{outcome['recomputed_share']:.1%}",
+            f"{outcome['same_first_token']}/{outcome['rounds']}",
+        )
+    return table
+
+
+def wrong_guess_line(record: dict[str, Any]) -> str:
+    """What reuse costs where there is nothing to reuse, in a sentence."""
+    guess = record["wrong_guess"]
+    if guess is None:
+        return "Nothing in common: not measured."
+    return (
+        f"Nothing in common: {guess['prompt_tokens']:,} tokens, first token after "
+        f"{guess['ttft_ms']['median']:,.0f} ms with the cache and "
+        f"{guess['baseline_ttft_ms']['median']:,.0f} ms without "
+        f"({guess['ratio_of_medians']:.3f} x, {guess['pairs']} pairs)."
+    )
+
+
+def chat_table(record: dict[str, Any]) -> Table:
+    """A row per turn: over reordered documents, and with exact hits."""
+    table = _table("chat: turn")
+    for heading in (
+        "tokens",
+        "reordered,\nms",
+        "repaired\ntokens",
+        "approximate\ntokens",
+        "exact hits,\nms",
+        "x",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for turn in record["chat"] or ():
+        ours, exact = turn["approximate"], turn["exact"]
+        table.add_row(
+            str(turn["turn"]),
+            f"{ours['prompt_tokens']:,}",
+            f"{ours['ttft_ms']['median']:,.0f}",
+            f"{ours['recomputed_tokens']:,}",
+            f"{ours['origins']['approximate']:,}",
+            f"{exact['ttft_ms']['median']:,.0f}",
+            f"{ours['ttft_ms']['median'] / exact['ttft_ms']['median']:.2f}",
+        )
+    return table
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(
+    model: str, engine_options: dict[str, Any]
+) -> Iterator[tuple[InferenceEngine, Callable[..., InferenceEngine]]]:
+    """An engine without a limit on chunks, and how to open others on the same model."""
+    for name in COMPARED:
+        if name in engine_options:
+            flag = "--" + name.replace("_", "-")
+            raise click.UsageError(f"{flag} is what this benchmark compares: leave it out, see --ratios")
+    options = {"max_chunks": None, **engine_options, "recompute_strategy": "cacheblend"}
+    names = {flag.name for flag in ENGINE_FLAGS} - {"device"} | {"recompute_strategy"}
+    constructor_options = {name: value for name, value in options.items() if name in names}
+    with opened_engine(model, options, Console(stderr=True)) as engine:
+
+        def open_engine(**changes: Any) -> InferenceEngine:
+            return type(engine)(engine.model, engine.tokenizer, **{**constructor_options, **changes})
+
+        yield engine, open_engine
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on stderr: steps done, steps in all, what is being done."""
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda done, total, text: progress.update(task, completed=done, total=total, description=text)
+
+
+def _prepare(out: Path | None, plot: bool) -> None:
+    """An error now is better than one after the work."""
+    from kvboost.bench.plots import require_matplotlib
+
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        if plot:
+            require_matplotlib()
+
+
+def _show(record: dict[str, Any], parts: list[Table | str], out: Path | None, plot: Plot | None) -> None:
+    from kvboost.bench.record import write_record
+
+    console = Console(highlight=False, stderr=not parts)
+    for part in [*parts, targets_table(record["targets"])] if parts else []:
+        console.print(part, markup=isinstance(part, Table))
+    if out is not None:
+        paths = [write_record(record, out), *(plot(record, out) if plot else [])]
+        console.print(f"written to {', '.join(map(str, paths))}", markup=False)
+    click.echo(json.dumps(record))
+
+
+def targets_table(targets: list[dict[str, Any]]) -> Table:
+    """What was to be reached and what was."""
+    table = _table("target")
+    for heading in ("measured", "limit", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for target in targets:
+        at_most = "at_most" in target
+        limit = f"at most {target['at_most']:g}" if at_most else f"at least {target['at_least']:g}"
+        table.add_row(target["name"], f"{target['value']:.3f}", limit, _verdict(target))
+    return table
+
+
+def _verdict(item: dict[str, Any]) -> str:
+    return "[green]met[/green]" if item["met"] else "[red]missed[/red]"
+
+
+def _title(record: dict[str, Any]) -> str:
+    machine = record["machine"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+    return f"{record['model']}, {record['dtype']}, {where}"
+
+
+def _table(first_column: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first_column)
+    return table

@@ -1,0 +1,86 @@
+"""What a request would cost with approximate reuse and without, before it is run.
+
+Counts work in forwards of one token without context: linear layers cost one each, attention a little
+per pair of query and key, and every forward something of its own. Rough on purpose: it only has to
+tell reuse that pays from reuse that does not. Knows shapes, no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvboost.cacheblend import TAIL_TOKENS
+from kvboost.compat import text_config
+from kvboost.models import ReusedRun
+from kvboost.repair import live_positions, positions_of
+
+# Measured: a scattered forward against a contiguous one, the watched tail against one that is not, a
+# forward without tokens, and finding, copying and turning the KV of one token (docs/log.md).
+_SCATTERED = 1.2
+_WATCHED = 1.5
+_FORWARD_TOKENS = {False: 16.0, True: 256.0}  # by whether the model is on a GPU
+_MOVED_TOKEN = 0.02
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """Estimated work, in forwards of one token, of filling the cache with and without approximate reuse."""
+
+    prefill: float
+    reuse: float
+
+    @property
+    def pays(self) -> bool:
+        return self.reuse < self.prefill
+
+    def __str__(self) -> str:
+        choice = "reuse" if self.pays else "prefill"
+        return (
+            f"{choice}: approximate reuse would cost {self.reuse / self.prefill:.2f} x of computing it "
+            f"({self.reuse:.0f} against {self.prefill:.0f} token forwards)"
+        )
+
+
+class ForwardCosts:
+    """The cost of forwards of one model."""
+
+    def __init__(self, model: Any) -> None:
+        config = text_config(model)
+        embedding = model.get_input_embeddings().weight
+        vocabulary = config.vocab_size
+        inner = sum(p.numel() for p in model.parameters() if p.shape[:1] != (vocabulary,))
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layers = config.num_hidden_layers
+        self._pair = 4 * heads * head_dim * layers / max(2 * inner, 1)
+        self._layers = layers
+        self._fixed = _FORWARD_TOKENS[embedding.device.type == "cuda"]
+
+    def forward(self, positions: np.ndarray) -> float:
+        """One forward over tokens at `positions` `[n]`, each looking at all before it."""
+        if len(positions) == 0:
+            return 0.0
+        return float(self._fixed + len(positions) + self._pair * positions.sum())
+
+    def estimate(
+        self, runs: Sequence[ReusedRun], total: int, ratio: float, selector: str | None
+    ) -> CostEstimate:
+        """Prefill behind the exact runs of `total` tokens, against repairing the others.
+
+        `ratio` of the approximate tokens is computed again, found by `selector` (None = given).
+        """
+        exact_end = max((run.end for run in runs if run.exact), default=0)
+        prefill = self.forward(np.arange(exact_end, total))
+        reused = positions_of(runs, exact=False)
+        live = live_positions(runs, total)
+        share = np.concatenate([live, reused[:: max(1, round(1 / ratio))] if ratio else reused[:0]])
+        cost = _SCATTERED * self.forward(share) + _MOVED_TOKEN * len(reused)
+        if selector == "guided" and ratio:
+            cost += _WATCHED * self.forward(np.arange(max(0, total - TAIL_TOKENS), total))
+        elif selector == "deviation" and ratio:
+            cost += 2 * self.forward(np.arange(exact_end, total)) / self._layers
+        return CostEstimate(prefill, cost)

@@ -1,0 +1,137 @@
+"""Storing what a request computed: exact text, text computed on approximate KV, and approximate chains.
+
+Runs after the first token. Nothing that was computed while looking at approximate KV is stored as
+exact: it goes under a root of its own, where only its content is found, and the prompt as a whole
+goes into an approximate chain that borrows what is stored already. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvboost.arena import Arena, KVLayout
+from kvboost.cache_manager import KVCacheManager, StoreReport
+from kvboost.chunk_registry import ChunkRegistry
+from kvboost.content_matching import ChunkMatch
+from kvboost.models import Loan, Patchwork
+from kvboost.namespace import Namespace
+from kvboost.prompt_assembler import ReusePlan
+
+
+class Keeper:
+    """Puts KV from arenas into the store. A failure costs the chunks, never the answer."""
+
+    def __init__(
+        self,
+        cache_manager: KVCacheManager,
+        registry: ChunkRegistry,
+        layout: KVLayout,
+        *,
+        text_of: Callable[[Sequence[int]], str],
+        device: torch.device | None,
+        boundary_tokens: frozenset[int] | None = None,
+    ) -> None:
+        self._manager = cache_manager
+        self._registry = registry
+        self._layout = layout
+        self._text_of = text_of
+        self._device = device
+        self._boundary_tokens = boundary_tokens
+
+    def cuts(self, token_ids: np.ndarray) -> list[int]:
+        """Where the chunks of `token_ids` end."""
+        return self._registry.cuts(token_ids.tolist(), boundary_tokens=self._boundary_tokens)
+
+    def keep(
+        self,
+        token_ids: np.ndarray,
+        arena: Arena,
+        namespace: Namespace,
+        *,
+        position_offset: int = 0,
+        first: int = 0,
+    ) -> StoreReport:
+        """Store `token_ids` `[tokens]`, which stand in `arena` from position `first` on.
+
+        They were computed at positions from `position_offset` on.
+        """
+        try:
+            return self._manager.store_prefix(
+                token_ids,
+                self.cuts(token_ids),
+                self._layout,
+                lambda start, end: arena.extract(first + start, first + end, self._device),
+                namespace,
+                text_of=self._text_of,
+                position_offset=position_offset,
+            )
+        except (RuntimeError, MemoryError) as error:  # out of memory: the answer is there all the same
+            return self._manager.count_failure(f"{type(error).__name__} while storing")
+
+    def keep_approximate(
+        self,
+        token_ids: np.ndarray,
+        arena: Arena,
+        namespace: Namespace,
+        plan: ReusePlan,
+        recomputed: np.ndarray,
+    ) -> None:
+        """Store a prompt with its answer, `token_ids` `[tokens]`, of which `plan` was reused."""
+        exact_end = min(plan.first_approximate, len(token_ids))
+        self.keep(token_ids[:exact_end], arena, namespace)
+        loans = [*plan.chain_pieces, *plan.moved_pieces]
+        with_exact = self._manager.match_prefix(token_ids[:exact_end], namespace)
+        loans = [*with_exact.matches, *loans]
+        for start, end in self._live_spans(plan, exact_end, len(token_ids)):
+            span = token_ids[start:end]
+            self.keep(span, arena, namespace.loose(), position_offset=start, first=start)
+            stored = self._manager.match_prefix(span, namespace.loose())
+            loans += [_moved(match, start) for match in stored.matches]
+        self._keep_chain(token_ids, arena, namespace, loans, plan, recomputed)
+
+    def _live_spans(self, plan: ReusePlan, start: int, end: int) -> list[tuple[int, int]]:
+        """Stretches of `[start, end)` that were computed anew and are long enough to be found again."""
+        edges = [start]
+        for run in plan.runs:
+            edges += [max(run.start, start), max(run.end, start)]
+        edges.append(end)
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return [(first, last) for first, last in gaps if last - first >= self._manager.min_run_tokens]
+
+    def _keep_chain(
+        self,
+        token_ids: np.ndarray,
+        arena: Arena,
+        namespace: Namespace,
+        loans: list[ChunkMatch],
+        plan: ReusePlan,
+        recomputed: np.ndarray,
+    ) -> None:
+        own = np.ones(len(token_ids), dtype=bool)
+        for piece in loans:
+            own[piece.start : piece.end] = False
+        own[recomputed] = True
+        for overlay in plan.content.chain.overlays:
+            own[overlay.positions[overlay.positions < plan.chain_end]] = True
+        patchwork = Patchwork(
+            tuple(Loan(piece.start, piece.end, piece.chunk.chunk_id, piece.offset) for piece in loans),
+            np.flatnonzero(own),
+        )
+        try:
+            self._manager.store_chain(
+                token_ids,
+                patchwork,
+                self._layout,
+                lambda positions: arena.extract_at(torch.from_numpy(positions), self._device),
+                namespace,
+            )
+        except (RuntimeError, MemoryError) as error:
+            self._manager.count_failure(f"{type(error).__name__} while storing")
+
+
+def _moved(match: ChunkMatch, by: int) -> ChunkMatch:
+    """A match of a part of the prompt, in the prompt's own positions."""
+    return ChunkMatch(match.chunk, match.start + by, match.end + by, match.offset, approximate=True)
