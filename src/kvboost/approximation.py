@@ -34,15 +34,18 @@ class Approximation:
         self.ratio: float | None = None if isinstance(ratio, str) else float(ratio)
         self.no_ratio_reason = NOT_CALIBRATED_REASON
 
-    def refusal(self, total: int) -> str:
-        """Why a prompt of `total` tokens gets exact reuse only; "" = it does not."""
+    def refusal(self, total: int, *, calibrating: bool = False) -> str:
+        """Why a prompt of `total` tokens gets exact reuse only; "" = it does not.
+
+        While `calibrating`, that there is no ratio yet is no reason.
+        """
         if self._settings.bit_exact:
             return BIT_EXACT_REASON
         if self._unmovable:
             return self._unmovable
         if self._limit is not None and total > self._limit:
             return rope.WINDOW_REASON
-        return self.no_ratio_reason if self.ratio is None else ""
+        return self.no_ratio_reason if self.ratio is None and not calibrating else ""
 
     def strategy(self, plan: ReusePlan) -> RepairStrategy | None:
         """How the reused tokens of `plan` are repaired. What was moved always goes through CacheBlend."""

@@ -9,6 +9,7 @@ decode's; this module only joins them.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import time
@@ -21,11 +22,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from kvboost import decode, loading, repair, rope, snapshot
+from kvboost import calibration, decode, loading, repair, rope, snapshot
 from kvboost.approximation import Approximation
 from kvboost.arena import Arena, probe_layout
 from kvboost.attention import QueryPattern
 from kvboost.cache_manager import KVCacheManager, StoreReport
+from kvboost.calibration import Calibration
 from kvboost.chunk_registry import ChunkRegistry, boundary_token_ids
 from kvboost.compat import check_model_compatibility, choose_device, structural_refusal, text_config
 from kvboost.decode import Decoded, GenerationOptions, Watch
@@ -172,7 +174,9 @@ class InferenceEngine:
             else None,
         )
         self._namespaces = NamespaceTracker(model, self._encoding())
-        self._namespaces.current(cache_salt)  # check the weights over now, not in the first request
+        family = self._namespaces.current(cache_salt).family  # checks the weights over now, not later
+        if recompute_ratio == "auto":
+            self._use_calibration(calibration.load(family, selector))
 
     @classmethod
     def from_pretrained(
@@ -542,6 +546,42 @@ class InferenceEngine:
         return snapshot.load(
             Path(path), self.cache_manager, self.layout, family, self._model_name(), progress=progress
         )
+
+    def calibrate(
+        self,
+        prompts: int = calibration.DEFAULT_PROMPTS,
+        *,
+        report: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> Calibration:
+        """Measure the error of approximate reuse on this model at several ratios, and keep it for `max_kl`.
+
+        Takes a few seconds per prompt and leaves this engine's cache alone; `report` hears how many
+        prompts are done. With `recompute_ratio="auto"` the result holds from now on.
+        """
+        if refusal := self._approximation.refusal(0, calibrating=True):
+            raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
+        options = {**dataclasses.asdict(self.settings), "max_chunks": None, "max_cache_bytes": None}
+        options |= {"recompute_ratio": 0.15, "max_kl": None}
+        with InferenceEngine(self.model, self.tokenizer, strict=False, **options) as engine:
+            found = calibration.measure(
+                engine,
+                model=self._model_name(),
+                selector=self.settings.selector,
+                prompts=prompts,
+                max_positions=self._max_positions,
+                report=report,
+            )
+        calibration.save(found)
+        self._use_calibration(found)
+        return found
+
+    def _use_calibration(self, found: Calibration | None) -> None:
+        """With `recompute_ratio="auto"`, take the ratio that held `max_kl`."""
+        if self.settings.recompute_ratio != "auto" or found is None:
+            return
+        bound = self.settings.max_kl or calibration.DEFAULT_MAX_KL
+        self._approximation.ratio = found.ratio_for(bound)
+        self._approximation.no_ratio_reason = f"exact reuse only: no ratio held max_kl={bound:g}"
 
     def _model_name(self) -> str:
         return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)

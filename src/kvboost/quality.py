@@ -9,22 +9,44 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
 from kvboost import decode, repair, rope
-from kvboost.arena import Arena
+from kvboost.arena import Arena, KVLayout
 from kvboost.cacheblend import CacheBlendRecompute
-from kvboost.engine import InferenceEngine
 from kvboost.models import AssemblyMode, ReusedRun
+from kvboost.namespace import Namespace
+from kvboost.prompt_assembler import PromptAssembler
 from kvboost.repair import RepairStrategy, positions_of
 from kvboost.selective_recompute import SelectiveRecompute
 
 METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
 _RANDOM_SEED = 20_240_501
+
+
+class ReusesText(Protocol):
+    """An engine, as far as trials need one."""
+
+    model: Any
+    tokenizer: Any
+    layout: KVLayout
+    assembler: PromptAssembler
+
+    def namespace(self, cache_salt: str | None = None) -> Namespace:
+        """Whose KV it is."""
+        ...
+
+    def warm(self, text: Any) -> Any:
+        """Read a text and keep its KV."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all cached text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -75,9 +97,7 @@ def strategy_of(method: str, ratio: float) -> RepairStrategy | None:
 class ReuseTrial:
     """A prompt's reference, and what each way of reusing makes of it."""
 
-    def __init__(
-        self, engine: InferenceEngine, prompt_ids: np.ndarray, continuation_tokens: int = 32
-    ) -> None:
+    def __init__(self, engine: ReusesText, prompt_ids: np.ndarray, continuation_tokens: int = 32) -> None:
         """Read `prompt_ids` `[tokens]` with the stock model and continue greedily."""
         self._engine = engine
         self._ids = np.asarray(prompt_ids, dtype=np.int64)

@@ -24,8 +24,8 @@ GATED_REASON = "gated: rope changes with length"
 LENGTH_REASON = "exact reuse only: rope changes with length"
 WINDOW_REASON = "exact reuse only: the sliding window is shorter than the prompt"
 
-# Temporaries of a block should stay in the caches of a CPU, and be a small part of a GPU's memory.
-_CPU_BLOCK_ELEMENTS = 2**19
+# Temporaries of a block should stay in the caches of a CPU's cores, and be a small part of a GPU's memory.
+_CPU_BLOCK_ELEMENTS = 2**19  # per thread
 _GPU_BLOCK_ELEMENTS = 2**25
 
 _PROBE_TOKENS = 24
@@ -152,7 +152,7 @@ class KeyRotation:
             return
         for turn, keys in self._views(slabs, layout, start, end):
             on_cpu = keys.device.type == "cpu"
-            limit = _CPU_BLOCK_ELEMENTS if on_cpu else _GPU_BLOCK_ELEMENTS
+            limit = _CPU_BLOCK_ELEMENTS * torch.get_num_threads() if on_cpu else _GPU_BLOCK_ELEMENTS
             per_token = keys.numel() // keys.shape[-2]
             for block in torch.split(keys, max(1, limit // per_token), dim=-2):
                 _turn_(block, turn, shift)

@@ -52,7 +52,6 @@ NOT_YET: frozenset[str] = frozenset(
         "value kv_cache_bits='k8v4'",
         "value kv_cache_bits=4",
         "value kv_cache_bits=8",
-        "command calibrate",
         "command disk",
         "command serve",
         "command verify",

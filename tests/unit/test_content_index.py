@@ -167,9 +167,8 @@ def check_choices(
                 )
                 keys.append((longest, context, rank(first)))
         best = max(keys)
-        if left and left[0].start < group[-1] + WINDOW_TOKENS:
+        if left and not own_windows(left[0]).isdisjoint(group):
             run = left.pop(0)
-            assert run.end > hits[0]
             piece = run.pieces[0]
             before = text_of(piece.node)[: piece.node.start + piece.offset]
             context = agreeing(before[::-1], prompt[: run.start][::-1][:CONTEXT_TOKENS])
@@ -181,6 +180,12 @@ def check_choices(
             assert best[0] < min_tokens or not complete
             at = {position: places for position, places in at.items() if position > group[-1]}
     assert not left
+
+
+def own_windows(run: FoundRun) -> set[int]:
+    """The prompt positions in a run where its text has a window."""
+    shift = run.pieces[0].node.start + run.pieces[0].offset - run.start
+    return {at for at in range(run.start, run.end - WINDOW_TOKENS + 1) if (at + shift) % WINDOW_TOKENS == 0}
 
 
 def is_under(node: TreeNode | None, above: TreeNode) -> bool:
@@ -333,6 +338,41 @@ def test_the_longest_run_is_taken_then_the_context_then_the_rank() -> None:
     clipped = store.find(prompt, 300, rank=rank_by_value)[0]  # what stands before `start` counts as context
     assert clipped.pieces[0].node is near
     assert (clipped.start, clipped.end) == (300, 420)
+
+
+def test_the_rank_is_that_of_the_first_node() -> None:
+    random = Random(14)
+    shared = random_ids(random, 160)
+    store = Store()
+    high = store.insert(store.roots[0], token_bytes(random_ids(random, 64) + shared[:60]), 2)
+    store.insert(high, token_bytes(shared[60:]), 0)
+    low = store.insert(store.roots[1], token_bytes(random_ids(random, 64) + shared[:60]), 1)
+    store.insert(low, token_bytes(shared[60:]), 3)
+    assert store.find([1, *shared], rank=rank_by_value)[0].pieces[0].node is high
+
+
+def test_the_context_is_compared_over_some_tokens_only() -> None:
+    random = Random(15)
+    ahead, shared = random_ids(random, 2 * CONTEXT_TOKENS), random_ids(random, 100)
+    store = Store()
+    store.put(ahead[-CONTEXT_TOKENS + 1 :] + shared, 1000, value=3)
+    near = store.put([1, *ahead[-CONTEXT_TOKENS:], *shared], 1000, value=2)
+    store.put(ahead + shared, 1000, value=1)
+    found = store.find(ahead + shared, len(ahead), rank=rank_by_value)
+    assert [run.pieces[0].node for run in found] == [near]
+
+
+@pytest.mark.parametrize(("distance", "longer_wins"), [(31, True), (32, False)])
+def test_runs_compete_within_one_window_of_the_first_hit(distance: int, longer_wins: bool) -> None:
+    random = Random(16)
+    early, late = random_ids(random, 40), random_ids(random, 200)
+    prompt = early + late
+    store = Store()
+    store.put(early)
+    own = prompt[20:]  # its windows stand where `distance` says: tokens before it shift them
+    store.put(random_ids(random, -(distance - 20) % WINDOW_TOKENS) + own, root=1)
+    runs = [(run.start, run.end) for run in store.find(prompt)]
+    assert runs == ([(20, 240)] if longer_wins else [(0, 40), (40, 240)])
 
 
 def test_nothing_outside_the_segment_is_reported() -> None:
@@ -527,7 +567,7 @@ def test_equal_hashes_never_give_a_wrong_run(num_hashes: int, scenario: tuple[St
         for node in built.nodes():
             built.index.add(node)
         built.index.check_integrity(built.nodes())
-        built.find(prompt)
+        built.find(prompt, min_tokens=1)
         for node in built.nodes()[::-1]:
             built.index.discard(node)
         built.index.check_integrity([])

@@ -231,14 +231,14 @@ def test_loud_channels_that_hardly_turn_hide_nothing() -> None:
         model = model.to(dtype)
         layout = probe_layout(model)
         assert isinstance(learn_rotation(model, layout), KeyRotation)
-        with wrong_angles(model):
+        with wrong_angles(model, 1.001):
             assert "the keys of layer 0" in str(learn_rotation(model, layout))
 
 
 # --- what is refused ---
 
 
-def wrong_angles(model: Any, factor: float = 1.5) -> AbstractContextManager[None]:
+def wrong_angles(model: Any, factor: float) -> AbstractContextManager[None]:
     """Inside, the model turns its keys by other frequencies than its rotary module shows."""
     return rotary_replaced(model, lambda original, x, positions: original(x, positions * factor))
 
@@ -262,6 +262,17 @@ def test_other_frequencies_are_refused(factor: float) -> None:
         reason = learn_rotation(model, probe_layout(model))
     assert isinstance(reason, str)
     assert reason.startswith("exact reuse only: the keys of layer 0 do not turn with their position (error ")
+
+
+def test_a_rotation_hardly_better_than_none_is_refused() -> None:
+    """Turning so slowly that every answer is within the tolerance of bfloat16, the wrong one too."""
+    slow = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 10_000.0}
+    model = tiny_model("llama", **LONG, dtype=torch.bfloat16, num_hidden_layers=1, rope_parameters=slow)
+    layout = probe_layout(model)
+    assert isinstance(learn_rotation(model, layout), KeyRotation)
+    with wrong_angles(model, 1.5):
+        reason = learn_rotation(model, layout)
+    assert "the keys of layer 0 do not turn with their position (error 0.0" in str(reason)
 
 
 def test_one_layer_that_does_not_fit_is_named() -> None:
@@ -478,6 +489,13 @@ def test_layers_that_turn_alike_turn_together(
     layout, rotation = CASES[case]
     rotation.rotate_(filled(layout), layout, 0, 12, 5)
     assert count_turns() == expected
+
+
+def test_long_spans_turn_in_blocks(count_turns: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, rotation = CASES["regular"]
+    monkeypatch.setattr(rope, "_CPU_BLOCK_ELEMENTS", 4 * 5 * 3 * 8)
+    rotation.rotate_(filled(layout), layout, 0, 10, 5)
+    assert count_turns() == 3, "4 + 4 + 2 tokens"
 
 
 @given(numbers=st.sets(st.integers(0, 200), max_size=30))

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvboost.bench.documents import Case, groups_of, make_cases
 from kvboost.bench.record import machine_record
+from kvboost.documents import Case, groups_of, make_cases
 from kvboost.errors import InvalidRequestError
 from kvboost.quality import METHODS, Measured, ReuseTrial
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kvboost.bench.documents import Document, DocumentPrompt, PromptWriter, Shelf, message
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
+from kvboost.documents import Document, DocumentPrompt, PromptWriter, Shelf, message
 from kvboost.models import GenerationMode, GenerationResult, Origin
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done

@@ -172,42 +172,52 @@ def quality(
     with _opened(model, engine_options) as (engine, open_engine), _bar() as report:
         record = run(engine, model, settings, open_engine, report)
     tables: list[Table | str] = (
-        [] if as_json else [quality_table(record), facts_line(record), budgets_table(record)]
+        []
+        if as_json
+        else [quality_table(record), groups_table(record), facts_line(record), budgets_table(record)]
     )
     _show(record, tables, out, plots.plot_error if plot else None)
 
 
 def quality_table(record: dict[str, Any]) -> Table:
-    """A row per method and ratio: the error overall and per group, and what it costs."""
-    groups = list(record["groups"])
+    """A row per method and ratio: the error over all prompts, and what it costs."""
     table = Table(title=_title(record), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("recomputed", no_wrap=True)
-    for heading in (
-        "share",
-        "mean KL\n(95%)",
-        *(f"{name}\nKL" for name in groups),
-        "top-1",
-        "ms",
-        "speed-\nup",
-    ):
+    for heading in ("share", "mean KL (95%)", "same top\ntoken", "KV ready,\nms", "speed-\nup"):
         table.add_column(heading, justify="right", no_wrap=True)
-    method = None
-    for result in record["results"]:
+    for result in _in_sections(table, record["results"]):
         overall = result["groups"]["overall"]
-        if result["ratio"] is not None and method != result["method"]:
-            table.add_section()
         share = overall["recomputed_share"]
         table.add_row(
             _row_name(result),
             "-" if share is None else f"{share:.1%}",
-            f"{overall['kl_mean']:.4f} ({overall['kl_mean_low']:.3f}-{overall['kl_mean_high']:.3f})",
-            *(f"{result['groups'][name]['kl_mean']:.4f}" for name in groups),
+            f"{overall['kl_mean']:.4f} ({overall['kl_mean_low']:.4f}-{overall['kl_mean_high']:.4f})",
             f"{overall['top1']:.1%}",
             f"{overall['seconds'] * 1e3:,.0f}",
             f"{overall['speedup']:.1f}",
         )
-        method = result["method"]
     return table
+
+
+def groups_table(record: dict[str, Any]) -> Table:
+    """A row per method and ratio: the mean KL in every group."""
+    table = _table("mean KL of")
+    for name, group in record["groups"].items():
+        table.add_column(f"{name}\n({group['prompts']} prompts)", justify="right", no_wrap=True)
+    for result in _in_sections(table, record["results"]):
+        errors = (result["groups"][name]["kl_mean"] for name in record["groups"])
+        table.add_row(_row_name(result), *(f"{error:.4f}" for error in errors))
+    return table
+
+
+def _in_sections(table: Table, results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The results, with a line in `table` before and after those of a method with several."""
+    before: dict[str, Any] | None = None
+    for result in results:
+        if before and before["method"] != result["method"] and {before["ratio"], result["ratio"]} != {None}:
+            table.add_section()
+        yield result
+        before = result
 
 
 def _row_name(result: dict[str, Any]) -> str:

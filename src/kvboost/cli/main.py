@@ -11,6 +11,7 @@ import click
 
 from kvboost import __version__
 from kvboost.cli.bench import bench
+from kvboost.cli.calibrate import calibrate
 from kvboost.cli.demo import demo
 from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
@@ -56,6 +57,7 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     kvboost warm builtin handbook.txt --cache DIR  read texts once, keep them
     kvboost stats --cache DIR                     see what is kept
     kvboost explain builtin PROMPT --cache DIR    what would be reused, and why not the rest
+    kvboost calibrate builtin                     measure the error of approximate reuse
     kvboost bench prefix                          measure it on this machine
 
     MODEL is a hub name, a folder, or "builtin".
@@ -67,4 +69,5 @@ main.add_command(generate)
 main.add_command(warm)
 main.add_command(explain)
 main.add_command(stats)
+main.add_command(calibrate)
 main.add_command(bench)

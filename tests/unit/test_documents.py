@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.documents import (
+from kvboost.documents import (
     ALONE,
     BEHIND,
     Case,
