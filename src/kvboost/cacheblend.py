@@ -3,8 +3,9 @@
 Two ways to find them. "deviation" is the published rule (Yao et al., https://arxiv.org/abs/2405.16444):
 the first two layers run for all reused tokens, and those whose values differ most from the cached
 ones are chosen. "guided" asks the end of the prompt instead: one cheap forward of its last tokens over
-the placed cache shows which tokens the answer will look at; the first tokens of every run, false
-beginnings in their old place, are always among them. Knows no store and no engine.
+the placed cache shows which tokens the answer will look at. The first tokens of every run, false
+beginnings in their old place, are always among them, and those near its start count for more: they
+knew the least of what stands before them now. Knows no store and no engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from kvboost.settings import SELECTORS
 from kvboost.sparse_forward import run_pattern
 
 RUN_START_TOKENS = 4  # every run starts with a false attention sink
-TAIL_TOKENS = 64  # that many tokens at the end of the prompt are asked what they look at
+TAIL_TOKENS = 24  # that many tokens at the end of the prompt are asked what they look at
+_HALF_WORTH_TOKENS = 64  # that far into a run a token counts half as much as at its start
 _LAYERS = 2  # that the published rule computes for all tokens
 _MAX_DEVIATION_TOKENS = 4096  # computed at once by it
 
@@ -65,8 +67,9 @@ class CacheBlendRecompute:
         scores = attention_from_the_end(model, token_ids, arena, runs)
         if scores is None:  # attention that cannot be watched
             return self._most_deviating(model, token_ids, arena, runs, reused, budget)
-        worth = scores[reused]
-        worth[_is_run_start(runs, len(token_ids))[reused]] = np.inf
+        depth = _depth_in_run(runs, len(token_ids))[reused]
+        worth = scores[reused] / (depth + _HALF_WORTH_TOKENS)
+        worth[depth < RUN_START_TOKENS] = np.inf
         return _highest(reused, worth, budget)
 
     def _most_deviating(
@@ -133,11 +136,12 @@ def value_deviation(model: Any, token_ids: np.ndarray, arena: Arena, runs: Seque
     return deviation
 
 
-def _is_run_start(runs: Sequence[ReusedRun], total: int) -> np.ndarray:
-    starts = np.zeros(total, dtype=bool)
+def _depth_in_run(runs: Sequence[ReusedRun], total: int) -> np.ndarray:
+    """How many tokens of its run stand before each token, `[tokens]`."""
+    depth = np.zeros(total, dtype=np.int64)
     for run in runs:
-        starts[run.start : min(run.end, run.start + RUN_START_TOKENS)] = True
-    return starts
+        depth[run.start : run.end] = np.arange(run.end - run.start)
+    return depth
 
 
 def _highest(positions: np.ndarray, worth: np.ndarray, budget: int) -> np.ndarray:

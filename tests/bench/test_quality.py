@@ -12,6 +12,7 @@ import torch
 
 from kvboost.bench import plots, quality
 from kvboost.bench.quality import METHODS, OVERALL, Outcome, QualitySettings, Variant
+from kvboost.calibration import Calibration
 from kvboost.errors import InvalidRequestError, KVBoostError
 
 SMALL = QualitySettings(
@@ -281,19 +282,36 @@ def test_nothing_reused_has_no_share() -> None:
     assert quality.summaries([outcome], [NOTHING])[0]["groups"]["a"]["recomputed_share"] is None
 
 
-def test_budgets_are_chosen_on_one_half_and_checked_on_the_other() -> None:
+def calibrated(errors: dict[float, float]) -> Calibration:
+    return Calibration("fake", "family", "guided", errors, prompts=4, measured_at="now")
+
+
+def test_budgets_take_the_calibrated_ratio_and_check_it_on_other_prompts() -> None:
     outcomes = outcomes_with({G10: 0.04, G20: 0.02})
     settings = QualitySettings(ratios=(0.2, 0.1), budgets=(0.05, 0.03, 0.01))
-    first, second, third = quality.budgets(outcomes, settings)
+    calibration = calibrated({0.1: 0.045, 0.2: 0.025})
+    first, second, third = quality.budgets(outcomes, settings, calibration)
     assert (first["ratio"], second["ratio"], third["ratio"]) == (0.1, 0.2, None)
     assert first["met"]
     assert second["met"]
     assert third["met"]  # refused
     assert third["held_out_kl"] is None
-    for number, outcome in enumerate(outcomes):
-        if number % 2:
-            outcome.found[G10] = Measured(0.2)
-    assert [budget["met"] for budget in quality.budgets(outcomes, settings)] == [False, True, True]
+    for outcome in outcomes:
+        outcome.found[G10] = Measured(0.2)
+    found = quality.budgets(outcomes, settings, calibration)
+    assert [budget["met"] for budget in found] == [False, True, True]
+    assert quality.budgets(outcomes, settings, None) == []
+
+
+def test_ratios_that_only_a_budget_needs_are_measured_too(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "ReuseTrial", FakeTrial)
+    settings = replace(SMALL, prompts=1, facts=0, methods=("guided",), ratios=(0.1,), budgets=(0.03,))
+    calibration = calibrated({0.5: 0.02})
+    record = quality.run(FakeEngine(tokenizer), "fake", settings, lambda **_: None, calibration=calibration)
+    assert record["budgets"][0]["ratio"] == 0.5
+    assert {result["ratio"] for result in record["results"]} == {0.1, 0.5}
 
 
 # --- the picture -----------------------------------------------------------------------------

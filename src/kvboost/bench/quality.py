@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvboost.bench.record import machine_record
+from kvboost.calibration import Calibration
 from kvboost.documents import Case, groups_of, make_cases
 from kvboost.errors import InvalidRequestError
 from kvboost.quality import METHODS, Measured, ReuseTrial
@@ -59,10 +60,11 @@ class QualitySettings:
     fact_tokens: int = 24
     budgets: tuple[float, ...] = (0.02, 0.03, 0.05)
     seed: int = 0
+    extra_guided: tuple[float, ...] = ()  # ratios of guided that only the budgets need
 
     @property
     def variants(self) -> list[Variant]:
-        return [
+        return [Variant("guided", ratio) for ratio in self.extra_guided] + [
             variant
             for method in self.methods
             for variant in (
@@ -97,13 +99,19 @@ def run(
     settings: QualitySettings,
     open_engine: OpenEngine,
     report: Report = lambda _done, _total, _text: None,
+    calibration: Calibration | None = None,
 ) -> dict[str, Any]:
     """Measure all prompts and return the record; `report` hears what is being done.
 
+    With `calibration`, the model's own, the ratios that it gives for the budgets are measured too.
     `open_engine` opens engines of other settings, for the facts. The caches need room for everything:
     open them with `max_chunks=None`.
     """
     settings.check()
+    if calibration is not None:
+        chosen = [calibration.ratio_for(limit) for limit in settings.budgets]
+        extra = {ratio for ratio in chosen if ratio is not None} - set(settings.ratios)
+        settings = dataclasses.replace(settings, extra_guided=tuple(sorted(extra)))
     groups = groups_of(settings.documents, settings.prompt_tokens)
     machine = machine_record(engine.model.get_input_embeddings().weight.device)
     fact_engines = _fact_engines(settings, open_engine)
@@ -125,7 +133,7 @@ def run(
         "groups": {name: _describe(of_group) for name, of_group in _by_group(outcomes).items()},
         "results": results,
         "facts": fact_scores(outcomes),
-        "budgets": budgets(outcomes, settings),
+        "budgets": budgets(outcomes, settings, calibration),
         "targets": targets(results, settings),
         "prompts": [_row(outcome) for outcome in outcomes],
     }
@@ -324,33 +332,32 @@ def _target(
     }
 
 
-def budgets(outcomes: Sequence[Outcome], settings: QualitySettings) -> list[dict[str, Any]]:
-    """For every budget: the smallest ratio of guided that held it on one half of the prompts, on the other.
+def budgets(
+    outcomes: Sequence[Outcome], settings: QualitySettings, calibration: Calibration | None
+) -> list[dict[str, Any]]:
+    """For every budget: the ratio that the model's calibration gives for it, and its error here.
 
-    Every second prompt of each group is held out. Where no ratio holds, approximate reuse is refused.
+    Calibration has prompts of its own, so all of these are held out; the error is that of the worse way
+    of caching. Where no ratio holds, approximate reuse is refused.
     """
-    halves: tuple[list[Outcome], list[Outcome]] = ([], [])
-    for of_group in _by_group(outcomes).values():
-        for number, outcome in enumerate(of_group):
-            halves[number % 2].append(outcome)
-    calibration, held_out = halves
-    if "guided" not in settings.methods or not held_out:
+    if calibration is None:
         return []
+    ways: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        ways.setdefault(outcome.group.partition("-")[0], []).append(outcome)
     found = []
     for limit in settings.budgets:
-        fitting = [
-            ratio
-            for ratio in sorted(settings.ratios)
-            if _mean_error(calibration, Variant("guided", ratio)) <= limit
-        ]
-        held = _mean_error(held_out, Variant("guided", fitting[0])) if fitting else None
+        ratio = calibration.ratio_for(limit)
+        held = (
+            None
+            if ratio is None
+            else max(_mean_error(of_way, Variant("guided", ratio)) for of_way in ways.values())
+        )
         found.append(
             {
                 "max_kl": limit,
-                "ratio": fitting[0] if fitting else None,
-                "calibration_kl": _rounded(_mean_error(calibration, Variant("guided", fitting[0])))
-                if fitting
-                else None,
+                "ratio": ratio,
+                "calibration_kl": None if ratio is None else _rounded(calibration.errors[ratio]),
                 "held_out_kl": None if held is None else _rounded(held),
                 "met": held is None or held <= MAX_OVER_BUDGET * limit,
             }

@@ -170,7 +170,10 @@ def quality(
     settings.check()
     _prepare(out, plot)
     with _opened(model, engine_options) as (engine, open_engine), _bar() as report:
-        record = run(engine, model, settings, open_engine, report)
+        calibration = None
+        if budgets and "guided" in methods:
+            calibration = engine.calibrate(report=lambda done, total: report(done, total, "calibrating"))
+        record = run(engine, model, settings, open_engine, report, calibration)
     tables: list[Table | str] = (
         []
         if as_json
