@@ -7,11 +7,13 @@ tell reuse that pays from reuse that does not. Knows shapes, no cache.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvboost.cacheblend import TAIL_TOKENS
 from kvboost.compat import text_config
@@ -22,8 +24,9 @@ from kvboost.repair import live_positions, positions_of
 # forward without tokens, and finding, copying and turning the KV of one token (docs/log.md).
 _SCATTERED = 1.2
 _WATCHED = 1.5
-_FORWARD_TOKENS = {False: 16.0, True: 256.0}  # by whether the model is on a GPU
+_FORWARD_TOKENS = 16.0  # on a CPU; on a GPU, where it depends on the model, it is measured
 _MOVED_TOKEN = 0.02
+_PROBE_TOKENS = (16, 1024)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class ForwardCosts:
 
     def __init__(self, model: Any) -> None:
         config = text_config(model)
-        embedding = model.get_input_embeddings().weight
         vocabulary = config.vocab_size
         inner = sum(p.numel() for p in model.parameters() if p.shape[:1] != (vocabulary,))
         heads = config.num_attention_heads
@@ -58,7 +60,7 @@ class ForwardCosts:
         layers = config.num_hidden_layers
         self._pair = 4 * heads * head_dim * layers / max(2 * inner, 1)
         self._layers = layers
-        self._fixed = _FORWARD_TOKENS[embedding.device.type == "cuda"]
+        self._fixed = forward_overhead_tokens(model)
 
     def forward(self, positions: np.ndarray) -> float:
         """One forward over tokens at `positions` `[n]`, each looking at all before it."""
@@ -84,3 +86,31 @@ class ForwardCosts:
         elif selector == "deviation" and ratio:
             cost += 2 * self.forward(np.arange(exact_end, total)) / self._layers
         return CostEstimate(prefill, cost)
+
+
+def forward_overhead_tokens(model: Any) -> float:
+    """What a forward costs beside its tokens, in tokens: launching kernels, reading weights.
+
+    Measured on a GPU, where a small model spends nearly all its time that way and recomputing less saves
+    nothing. The caller holds the model.
+    """
+    device = model.get_input_embeddings().weight.device
+    if device.type != "cuda":
+        return _FORWARD_TOKENS
+    few, many = (_forward_seconds(model, tokens, device) for tokens in _PROBE_TOKENS)
+    per_token = (many - few) / (_PROBE_TOKENS[1] - _PROBE_TOKENS[0])
+    return few / max(per_token, few / 1e5)
+
+
+def _forward_seconds(model: Any, tokens: int, device: torch.device) -> float:
+    """The shortest of three forwards over `tokens` tokens, after one that is not counted."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    seconds = []
+    with torch.no_grad():
+        for _ in range(4):
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])

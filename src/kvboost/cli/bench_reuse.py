@@ -169,7 +169,7 @@ def quality(
     )
     settings.check()
     _prepare(out, plot)
-    with _opened(model, engine_options) as (engine, open_engine), _bar() as report:
+    with opened(model, engine_options) as (engine, open_engine), bar() as report:
         calibration = None
         if budgets and "guided" in methods:
             calibration = engine.calibrate(report=lambda done, total: report(done, total, "calibrating"))
@@ -179,7 +179,7 @@ def quality(
         if as_json
         else [quality_table(record), groups_table(record), facts_line(record), budgets_table(record)]
     )
-    _show(record, tables, out, plots.plot_error if plot else None)
+    show(record, tables, out, plots.plot_error if plot else None)
 
 
 def quality_table(record: dict[str, Any]) -> Table:
@@ -204,7 +204,7 @@ def quality_table(record: dict[str, Any]) -> Table:
 
 def groups_table(record: dict[str, Any]) -> Table:
     """A row per method and ratio: the mean KL in every group."""
-    table = _table("mean KL of")
+    table = simple_table("mean KL of")
     for name, group in record["groups"].items():
         table.add_column(f"{name}\n({group['prompts']} prompts)", justify="right", no_wrap=True)
     for result in _in_sections(table, record["results"]):
@@ -239,7 +239,7 @@ def facts_line(record: dict[str, Any]) -> str:
 
 def budgets_table(record: dict[str, Any]) -> Table:
     """A row per error budget: the ratio that held it, and the error on the other prompts."""
-    table = _table("error budget (max_kl)")
+    table = simple_table("error budget (max_kl)")
     for heading in ("ratio chosen", "KL when\ncalibrated", "KL of the\nother half", "at most\n1.5 x"):
         table.add_column(heading, justify="right", no_wrap=True)
     for budget in record["budgets"]:
@@ -326,12 +326,12 @@ def rag(
         seed=seed,
     )
     _prepare(out, plot)
-    with _opened(model, engine_options) as (engine, open_engine), _bar() as report:
+    with opened(model, engine_options) as (engine, open_engine), bar() as report:
         record = run(engine, model, settings, open_engine, report)
     tables: list[Table | str] = (
         [] if as_json else [rag_table(record), wrong_guess_line(record), chat_table(record)]
     )
-    _show(record, tables, out, plots.plot_first_tokens if plot else None)
+    show(record, tables, out, plots.plot_first_tokens if plot else None)
 
 
 def rag_table(record: dict[str, Any]) -> Table:
@@ -374,7 +374,7 @@ def wrong_guess_line(record: dict[str, Any]) -> str:
 
 def chat_table(record: dict[str, Any]) -> Table:
     """A row per turn: over reordered documents, and with exact hits."""
-    table = _table("chat: turn")
+    table = simple_table("chat: turn")
     for heading in (
         "tokens",
         "reordered,\nms",
@@ -402,14 +402,14 @@ def chat_table(record: dict[str, Any]) -> Table:
 
 
 @contextmanager
-def _opened(
-    model: str, engine_options: dict[str, Any]
+def opened(
+    model: str, engine_options: dict[str, Any], compared: tuple[str, ...] = COMPARED
 ) -> Iterator[tuple[InferenceEngine, Callable[..., InferenceEngine]]]:
     """An engine without a limit on chunks, and how to open others on the same model."""
-    for name in COMPARED:
+    for name in compared:
         if name in engine_options:
             flag = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{flag} is what this benchmark compares: leave it out, see --ratios")
+            raise click.UsageError(f"{flag} is what this benchmark compares: leave it out")
     options = {"max_chunks": None, **engine_options, "recompute_strategy": "cacheblend"}
     names = {flag.name for flag in ENGINE_FLAGS} - {"device"} | {"recompute_strategy"}
     constructor_options = {name: value for name, value in options.items() if name in names}
@@ -422,7 +422,7 @@ def _opened(
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int, str], None]]:
+def bar() -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on stderr: steps done, steps in all, what is being done."""
     columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -440,7 +440,7 @@ def _prepare(out: Path | None, plot: bool) -> None:
             require_matplotlib()
 
 
-def _show(record: dict[str, Any], parts: list[Table | str], out: Path | None, plot: Plot | None) -> None:
+def show(record: dict[str, Any], parts: list[Table | str], out: Path | None, plot: Plot | None) -> None:
     from kvboost.bench.record import write_record
 
     console = Console(highlight=False, stderr=not parts)
@@ -454,7 +454,7 @@ def _show(record: dict[str, Any], parts: list[Table | str], out: Path | None, pl
 
 def targets_table(targets: list[dict[str, Any]]) -> Table:
     """What was to be reached and what was."""
-    table = _table("target")
+    table = simple_table("target")
     for heading in ("measured", "limit", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for target in targets:
@@ -474,7 +474,7 @@ def _title(record: dict[str, Any]) -> str:
     return f"{record['model']}, {record['dtype']}, {where}"
 
 
-def _table(first_column: str) -> Table:
+def simple_table(first_column: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column(first_column)
     return table
