@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import readme_numbers
+from tests import readme_numbers, reuse_numbers
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -39,7 +39,18 @@ def test_readme_numbers_are_those_of_the_result_file() -> None:
         assert made in README
 
 
-def test_readme_links_exist() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
+def test_numbers_of_moved_text_are_those_of_the_result_files() -> None:
+    document = " ".join((ROOT / "docs" / "how-reuse-works.md").read_text().split())
+    for part in reuse_numbers.PARTS:
+        assert " ".join(part().split()) in document, part.__name__
+    for name in ("quality-cuda", "rag-cpu", "encoding-cpu"):
+        assert reuse_numbers.machine(name) in document
+    assert reuse_numbers.rag_table() in README
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/how-reuse-works.md", "docs/architecture.md", "docs/log.md"])
+def test_links_exist(name: str) -> None:
+    path = ROOT / name
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
         if "://" not in link:
-            assert (ROOT / link).exists(), link
+            assert (path.parent / link).exists(), link

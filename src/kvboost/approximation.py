@@ -5,13 +5,12 @@ Gathers what the engine's options and the model itself say about it. Knows no st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from kvboost import rope
 from kvboost.cacheblend import CacheBlendRecompute
 from kvboost.costs import CostEstimate, ForwardCosts
-from kvboost.models import RecomputeStrategy, ReusedRun
+from kvboost.models import RecomputeStrategy
 from kvboost.prompt_assembler import ReusePlan
 from kvboost.repair import RepairStrategy
 from kvboost.selective_recompute import SelectiveRecompute
@@ -57,9 +56,16 @@ class Approximation:
             return SelectiveRecompute(self._settings.recompute_overlap)
         return None
 
-    def estimate(self, runs: Sequence[ReusedRun], total: int) -> CostEstimate:
-        """What repairing `runs` would cost, against computing all behind the exact ones."""
-        if any(run.shift for run in runs) or not self._settings.overlap_k:
-            return self._costs.estimate(runs, total, self.ratio or 0.0, self._settings.selector)
-        seam = self._settings.recompute_overlap / self._settings.chunk_size
-        return self._costs.estimate(runs, total, min(1.0, seam), None)
+    def touches_all(self, plan: ReusePlan) -> bool:
+        """Whether repair leaves other KV than it found on tokens that it did not choose."""
+        strategy = self.strategy(plan)
+        return isinstance(strategy, CacheBlendRecompute) and strategy.selector == "deviation"
+
+    def estimate(self, plan: ReusePlan) -> CostEstimate:
+        """What repairing the runs of `plan` would cost, against computing all behind the exact ones."""
+        strategy = self.strategy(plan)
+        runs, total = plan.repair_runs, plan.total
+        if isinstance(strategy, CacheBlendRecompute):
+            return self._costs.estimate(runs, total, strategy.recompute_ratio, strategy.selector)
+        seam = strategy.recompute_overlap if isinstance(strategy, SelectiveRecompute) else 0
+        return self._costs.estimate(runs, total, min(1.0, seam / self._settings.chunk_size), None)

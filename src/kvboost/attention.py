@@ -180,7 +180,10 @@ class QueryPattern:
         group = heads // kv_heads
         known = all(name in _HARMLESS or argument is None for name, argument in extra.items())
         if self.scores is not None:
-            self._observe(query, key, scaling, extra.get("softcap"))
+            probabilities = self._observe(query, key, scaling, extra.get("softcap"))
+            if known and not dropout and batch == 1:
+                seen = torch.bmm(probabilities.to(value.dtype), value[0])
+                return seen.reshape(heads, tokens, -1).transpose(0, 1).unsqueeze(0), None
         if not known or dropout or batch != 1:
             output: tuple[torch.Tensor, None] = _own_function(module)(
                 module,
@@ -208,7 +211,8 @@ class QueryPattern:
 
     def _observe(
         self, query: torch.Tensor, key: torch.Tensor, scaling: float | None, softcap: float | None
-    ) -> None:
+    ) -> torch.Tensor:
+        """Add to the scores; returns the attention probabilities `[kv_heads, group * n, tokens]`."""
         _, heads, tokens, head_dim = query.shape
         group = heads // key.shape[1]
         folded_query = query[0].reshape(key.shape[1], group * tokens, head_dim)
@@ -217,9 +221,11 @@ class QueryPattern:
         if softcap is not None:
             weights = torch.tanh(weights / softcap) * softcap
         weights += self.mask(0, tokens, self.tokens, torch.float32, group)[0, 0].to(weights.device)
-        probabilities = weights.softmax(-1).reshape(heads, tokens, -1)
+        probabilities = weights.softmax(-1)
         assert self.scores is not None
-        self.scores += probabilities.amax(1).sum(0).to(self.scores.device)
+        highest = probabilities.reshape(heads, tokens, -1).amax(1)
+        self.scores += highest.sum(0).to(self.scores.device)
+        return probabilities
 
 
 _PATTERN: ContextVar[QueryPattern | None] = ContextVar("kvboost_query_pattern", default=None)

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvboost import prefix_tree, store_audit
 from kvboost.arena import KVLayout, Packed
-from kvboost.chunk_store import ChunkStore
+from kvboost.chunk_store import ChunkStore, StoreEntry
 from kvboost.content_matching import ChainMatch, ChunkMatch, RunMatch, find_chain, find_runs
 from kvboost.errors import InvalidRequestError
 from kvboost.miss_reasons import divergence_of
@@ -73,7 +73,7 @@ class ContentMatch:
 
     chain: ChainMatch = field(default_factory=ChainMatch)
     runs: tuple[RunMatch, ...] = ()
-    held: tuple[str, ...] = ()
+    held: tuple[StoreEntry, ...] = field(default=(), repr=False)
 
 
 @dataclass
@@ -82,6 +82,7 @@ class StoreReport:
 
     stored: int = 0
     stored_bytes: int = 0
+    stored_keys: list[str] = field(default_factory=list)
     present: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
@@ -152,23 +153,22 @@ class KVCacheManager:
         raw = token_bytes(tokens)
         with self._lock:
             chain = find_chain(self._store, raw, namespace)
-            if chain.length <= start:
+            if chain.length - start < self.min_run_tokens:  # not worth making all behind it approximate
                 chain = ChainMatch()
             behind = max(start, min(chain.length, end))
             runs = find_runs(self._store, raw, namespace, behind, end, self.min_run_tokens)
-            pieces = [*chain.pieces, *(piece for run in runs for piece in run)]
-            keys = dict.fromkeys([*chain.keys, *(piece.chunk.chunk_id for piece in pieces)])
-            for key in keys if hold else ():
-                self._store.hold(key)
-            return ContentMatch(chain, tuple(runs), tuple(keys) if hold else ())
+            moved = (piece.chunk.chunk_id for run in runs for piece in run)
+            keys = dict.fromkeys([*chain.keys, *chain.donors, *moved]) if hold else {}
+            held = [entry for key in keys if (entry := self._store.hold(key)) is not None]
+            return ContentMatch(chain, tuple(runs), tuple(held))
 
     def release_content(self, match: ContentMatch, *, used: bool = True) -> None:
         """End the hold of `match`, and count its chunks as used."""
         with self._lock:
-            for key in match.held:
+            for entry in match.held:
                 if used:
-                    self._store.touch(key)
-                self._store.unhold(key)
+                    self._store.touch(entry.chunk.chunk_id)
+                self._store.release(entry)
 
     def find_matching_chunks(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> list[ChunkMatch]:
         """Chunks with text of `token_ids`: its exact prefix first, then what stands anywhere in the store.
@@ -305,14 +305,14 @@ class KVCacheManager:
                 ),
                 patchwork.own_positions[patchwork.own_positions >= parent.end],
             )
-            held = [parent.key, *self._donors_above(parent), *{loan.donor for loan in rest.loans}]
-            for key in held:
-                self._store.hold(key)
+            self._store.hold(parent.key)
+            donors = self._donors_above(parent) | {loan.donor for loan in rest.loans}
+            held = [entry for key in donors if (entry := self._store.hold(key)) is not None]
         node: TreeNode | None = None
         try:
             if walk.length * TOKEN_BYTES == len(raw):
                 report.present = 1
-            elif all(loan.donor in self._store.entries for loan in rest.loans):
+            elif len(held) == len(donors):
                 node = self._store_span(
                     parent,
                     raw[parent.end * TOKEN_BYTES :],
@@ -325,8 +325,8 @@ class KVCacheManager:
                 self._refuse(report, "a donor was evicted")
         finally:
             with self._lock:
-                for key in held[1:]:
-                    self._store.unhold(key)
+                for entry in held:
+                    self._store.release(entry)
             self._end_storing(node if node is not None else parent)
         return report
 
@@ -495,6 +495,7 @@ class KVCacheManager:
             self._counts["stored_chunks"] += 1
         report.stored += 1
         report.stored_bytes += size
+        report.stored_keys.append(key)
         return node
 
     def _already_there(

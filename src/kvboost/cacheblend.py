@@ -22,7 +22,7 @@ from kvboost.arena import Arena
 from kvboost.attention import QueryPattern
 from kvboost.errors import InvalidRequestError
 from kvboost.models import AssembledPrompt, ReusedRun
-from kvboost.repair import apply_strategy, live_positions, positions_of
+from kvboost.repair import apply_strategy, live_positions, positions_of, runs_of
 from kvboost.settings import SELECTORS
 from kvboost.sparse_forward import run_pattern
 
@@ -86,6 +86,8 @@ class CacheBlendRecompute:
 
     def apply(self, assembled: AssembledPrompt, model: Any) -> AssembledPrompt:
         """`assembled` with the chosen KV computed again, `[1, kv_heads, cached, head_dim]` per layer."""
+        if all(run.exact for run in runs_of(assembled)):
+            return assembled
         return apply_strategy(self, assembled, model, self.device)
 
 

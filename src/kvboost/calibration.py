@@ -49,7 +49,7 @@ class Calibration:
         """The smallest ratio whose error, and that of all larger ones, was at most `max_kl`; None = none."""
         fitting: float | None = None
         for ratio in sorted(self.errors, reverse=True):
-            if self.errors[ratio] > max_kl:
+            if not self.errors[ratio] <= max_kl:  # not a number is no bound held
                 break
             fitting = ratio
         return fitting
@@ -135,6 +135,8 @@ def load(family: str, selector: str) -> Calibration | None:
         if (document["format"], document["version"]) != (_FORMAT, _VERSION):
             return None
         errors = {float(ratio): float(error) for ratio, error in document["errors"].items()}
+        if not all(0 <= ratio <= 1 for ratio in errors):
+            raise ValueError(f"ratios must be from 0 to 1, got {sorted(errors)}")
         found = Calibration(
             model=str(document["model"]),
             family=str(document["family"]),

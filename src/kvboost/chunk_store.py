@@ -99,11 +99,18 @@ class ChunkStore:
             for key in [key for key, root in self.roots.items() if not root.children]:
                 del self.roots[key], self.namespaces[key]
 
-    def hold(self, key: str) -> None:
-        """Keep a chunk, and so all before it, from eviction. A root needs no hold."""
-        if key in self.entries:
-            self.entries[key].readers += 1
+    def hold(self, key: str) -> StoreEntry | None:
+        """Keep a chunk, and so all before it, from eviction; returns what is held. A root needs no hold."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.readers += 1
             self.shield(key, 1)
+        return entry
+
+    def release(self, entry: StoreEntry) -> None:
+        """End one hold of `entry`, unless another chunk has its key by now."""
+        if self.entries.get(entry.chunk.chunk_id) is entry:
+            self.unhold(entry.chunk.chunk_id)
 
     def unhold(self, key: str) -> None:
         """End one hold."""

@@ -58,6 +58,7 @@ class ChainMatch:
     pieces: tuple[ChunkMatch, ...] = ()
     overlays: tuple[Overlay, ...] = ()
     keys: tuple[str, ...] = ()  # of the chain's own chunks, in order
+    donors: frozenset[str] = frozenset()  # all that they borrow from
 
 
 RunMatch = tuple[ChunkMatch, ...]  # neighbours with one shift
@@ -89,7 +90,13 @@ def find_chain(store: ChunkStore, raw: bytes, namespace: Namespace) -> ChainMatc
             parts = tuple(part[:, :own] for part in chunk.packed)
             overlays.append(Overlay(chunk.patchwork.own_positions[:own], parts))
     kept = [part for piece in pieces if (part := piece.within(0, length)) is not None]
-    return ChainMatch(length, tuple(kept), tuple(overlays), tuple(node.key for node in nodes))
+    donors = frozenset(
+        loan.donor
+        for node in nodes
+        if (patchwork := store.entries[node.key].chunk.patchwork) is not None
+        for loan in patchwork.loans
+    )
+    return ChainMatch(length, tuple(kept), tuple(overlays), tuple(node.key for node in nodes), donors)
 
 
 def find_runs(

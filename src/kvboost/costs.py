@@ -19,14 +19,15 @@ from kvboost.cacheblend import TAIL_TOKENS
 from kvboost.compat import text_config
 from kvboost.models import ReusedRun
 from kvboost.repair import live_positions, positions_of
+from kvboost.rope import max_positions
 
 # Measured: a scattered forward against a contiguous one, the watched tail against one that is not, a
 # forward without tokens, and finding, copying and turning the KV of one token (docs/log.md).
-_SCATTERED = 1.2
+_SCATTERED = {"cpu": 1.2, "cuda": 3.0}
 _WATCHED = 1.5
 _FORWARD_TOKENS = 16.0  # on a CPU; on a GPU, where it depends on the model, it is measured
 _MOVED_TOKEN = 0.02
-_PROBE_TOKENS = (16, 1024)
+_PROBE_TOKENS = (16, 4096)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class ForwardCosts:
         self._pair = 4 * heads * head_dim * layers / max(2 * inner, 1)
         self._layers = layers
         self._fixed = forward_overhead_tokens(model)
+        device = model.get_input_embeddings().weight.device.type
+        self._scattered = _SCATTERED.get(device, _SCATTERED["cuda"])
 
     def forward(self, positions: np.ndarray) -> float:
         """One forward over tokens at `positions` `[n]`, each looking at all before it."""
@@ -80,7 +83,7 @@ class ForwardCosts:
         reused = positions_of(runs, exact=False)
         live = live_positions(runs, total)
         share = np.concatenate([live, reused[:: max(1, round(1 / ratio))] if ratio else reused[:0]])
-        cost = _SCATTERED * self.forward(share) + _MOVED_TOKEN * len(reused)
+        cost = self._scattered * self.forward(share) + _MOVED_TOKEN * len(reused)
         if selector == "guided" and ratio:
             cost += _WATCHED * self.forward(np.arange(max(0, total - TAIL_TOKENS), total))
         elif selector == "deviation" and ratio:
@@ -97,8 +100,9 @@ def forward_overhead_tokens(model: Any) -> float:
     device = model.get_input_embeddings().weight.device
     if device.type != "cuda":
         return _FORWARD_TOKENS
-    few, many = (_forward_seconds(model, tokens, device) for tokens in _PROBE_TOKENS)
-    per_token = (many - few) / (_PROBE_TOKENS[1] - _PROBE_TOKENS[0])
+    short, long = _PROBE_TOKENS[0], min(_PROBE_TOKENS[1], max_positions(model) or _PROBE_TOKENS[1])
+    few, many = _forward_seconds(model, short, device), _forward_seconds(model, long, device)
+    per_token = (many - few) / max(1, long - short)
     return few / max(per_token, few / 1e5)
 
 

@@ -66,7 +66,7 @@ _RANGES: dict[str, tuple[float, float]] = {  # what transformers takes without a
     "no_repeat_ngram_size": (0, _MANY),
 }
 # Longest stretch that is prefilled in one forward, and the largest mask that one may need.
-_MAX_PREFILL_TOKENS = 8_192
+_MAX_PREFILL_TOKENS = 32_768
 _MAX_MASK_ELEMENTS = 1 << 24
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()

@@ -132,6 +132,11 @@ class InferenceEngine:
         check_model_compatibility(model, strict=strict)
         if (reason := structural_refusal(model)) is not None:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
+        if overlap_k and (window := rope.approximate_limit_tokens(model)) is not None:
+            raise InvalidRequestError(
+                f"overlap_k must be 0 on {type(model).__name__}: its sliding window of {window} tokens "
+                "decides already what a token sees"
+            )
         if device is not None:
             model.to(device)
         self.model = model
@@ -425,7 +430,10 @@ class InferenceEngine:
         if exact == len(ids):
             self._keeper.keep(ids, arena, request.namespace)
         else:
-            self._keeper.keep_approximate(ids, arena, request.namespace, plan, recomputed)
+            changed = recomputed
+            if plan.needs_repair and self._approximation.touches_all(plan):
+                changed = repair.positions_of(plan.repair_runs, exact=False)
+            self._keeper.keep_approximate(ids, arena, request.namespace, plan, changed)
         self._workspace.give_back(arena, request.namespace.key, ids, exact)
 
     # --- one's own generate loop -------------------------------------------------------------
@@ -472,6 +480,8 @@ class InferenceEngine:
         else:
             answer = ids[prompt_tokens:].tolist()
             self._reader.remember_answer(self._reader.decode(answer), answer, prepared.namespace.salt)
+        if self.settings.overlap_k:
+            return self._warm_exact(ids, len(ids), prepared.namespace, 0)
         return self._keeper.keep(ids, prepared.arena, prepared.namespace)
 
     # --- why, and why not --------------------------------------------------------------------

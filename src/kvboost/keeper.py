@@ -79,17 +79,21 @@ class Keeper:
         plan: ReusePlan,
         recomputed: np.ndarray,
     ) -> None:
-        """Store a prompt with its answer, `token_ids` `[tokens]`, of which `plan` was reused."""
+        """Store a prompt with its answer, `token_ids` `[tokens]`, of which `plan` was reused.
+
+        `recomputed` `[n]` are the reused positions whose KV is not what was found.
+        """
         exact_end = min(plan.first_approximate, len(token_ids))
         self.keep(token_ids[:exact_end], arena, namespace)
-        loans = [*plan.chain_pieces, *plan.moved_pieces]
-        with_exact = self._manager.match_prefix(token_ids[:exact_end], namespace)
-        loans = [*with_exact.matches, *loans]
+        exact = self._manager.match_prefix(token_ids[:exact_end], namespace)
+        loans = [*exact.matches, *plan.chain_pieces, *plan.moved_pieces]
         for start, end in self._live_spans(plan, exact_end, len(token_ids)):
             span = token_ids[start:end]
-            self.keep(span, arena, namespace.loose(), position_offset=start, first=start)
-            stored = self._manager.match_prefix(span, namespace.loose())
-            loans += [_moved(match, start) for match in stored.matches]
+            report = self.keep(span, arena, namespace.loose(), position_offset=start, first=start)
+            found = self._manager.match_prefix(span, namespace.loose()).matches
+            # The same words may be there from another request, with what stood around them there.
+            own = [match for match in found if match.chunk.chunk_id in report.stored_keys]
+            loans += [_moved(match, start) for match in own]
         self._keep_chain(token_ids, arena, namespace, loans, plan, recomputed)
 
     def _live_spans(self, plan: ReusePlan, start: int, end: int) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-_MAX_ROWS = 64  # prefill of longer stretches keeps the stock kernel
+_MAX_ROWS = 1024  # prefill of longer stretches keeps the stock kernel
 
 
 @cache

@@ -16,7 +16,7 @@ import torch
 
 from kvboost.arena import Arena, KVLayout
 from kvboost.cache_manager import ROOT, ContentMatch, KVCacheManager, PrefixMatch
-from kvboost.content_matching import ChunkMatch
+from kvboost.content_matching import ChainMatch, ChunkMatch
 from kvboost.costs import CostEstimate
 from kvboost.models import AssembledPrompt, AssemblyMode, Origin, ReusedRun, Span, TokenIds
 from kvboost.namespace import Namespace
@@ -25,7 +25,6 @@ from kvboost.rope import KeyRotation
 CHAIN_REASON = "repaired in an earlier request"
 LOSSY_REASON = "prefix, overlap encoding"
 TOO_SHORT = "too short"
-Estimator = Callable[[Sequence[ReusedRun], int], CostEstimate]
 
 
 @dataclass(frozen=True)
@@ -142,6 +141,7 @@ class ReusePlan:
         return "never stored" if end - start >= _MIN_GAP_TOKENS else TOO_SHORT
 
 
+Estimator = Callable[[ReusePlan], CostEstimate]
 _MIN_GAP_TOKENS = 32  # a gap shorter than this could not have been found
 
 
@@ -202,7 +202,7 @@ class PromptAssembler:
         try:
             yield plan
         finally:
-            self._manager.release_content(plan.content)
+            self._manager.release_content(plan.content, used=plan.reused > plan.prefix_end)
             self._manager.release(plan.match, used_tokens=plan.prefix_end)
 
     def plan(
@@ -240,12 +240,14 @@ class PromptAssembler:
         plan = replace(exact, content=content, chain_end=min(content.chain.length, limit))
         if estimate is None or not plan.needs_repair:
             return plan
-        cost = estimate(plan.repair_runs, plan.total)
+        cost = estimate(plan)
         if cost.pays:
             return replace(plan, estimate=cost)
         exact_end = next((piece.start for piece in plan.pieces if plan.is_lossy(piece)), plan.prefix_end)
         if exact_end < plan.prefix_end:
-            return replace(exact, prefix_end=exact_end, reason="computed: reuse would not pay", estimate=cost)
+            nothing = replace(content, chain=ChainMatch(), runs=())  # still held, until it is released
+            reason = "computed: reuse would not pay"
+            return replace(exact, prefix_end=exact_end, reason=reason, content=nothing, estimate=cost)
         return replace(plan, content=replace(content, runs=()), estimate=cost)  # a chain needs no repair
 
     def _prefix_plan(self, match: PrefixMatch, total: int, limit: int, refusal: str) -> ReusePlan:

@@ -117,13 +117,16 @@ class ReuseTrial:
         self.answer_ids: list[int] = [int(row.argmax()) for row in rows]
         self._reference = torch.log_softmax(torch.stack(rows), dim=-1)  # [continuation, vocab]
 
-    def measure(self, method: str, ratio: float) -> Measured:
-        """Fill a cache from the engine's store as `method` says and compare the continuation."""
-        return self.measure_strategy(strategy_of(method, ratio))
+    def measure(self, method: str, ratio: float, engine: ReusesText | None = None) -> Measured:
+        """Fill a cache from the engine's store as `method` says and compare the continuation.
 
-    def measure_strategy(self, strategy: RepairStrategy | None) -> Measured:
+        Another `engine` of the same model may be given.
+        """
+        return self.measure_strategy(strategy_of(method, ratio), engine)
+
+    def measure_strategy(self, strategy: RepairStrategy | None, engine: ReusesText | None = None) -> Measured:
         """Like `measure`, with a strategy of one's own."""
-        engine, total = self._engine, len(self._ids)
+        engine, total = engine or self._engine, len(self._ids)
         started = time.perf_counter()
         arena = Arena(engine.layout, total + len(self.answer_ids))
         namespace = engine.namespace()

@@ -72,7 +72,7 @@ def apply_strategy(
     """A copy of `assembled` whose approximate KV was repaired as `strategy` says."""
     runs = runs_of(assembled)
     past = assembled.cached_past_kv
-    if past is None or not any(not run.exact for run in runs):
+    if past is None or not runs:
         return assembled
     token_ids = np.asarray(assembled.full_token_ids, dtype=np.int64)
     model_device = model.get_input_embeddings().weight.device

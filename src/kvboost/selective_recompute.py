@@ -15,7 +15,7 @@ import numpy as np
 from kvboost.arena import Arena
 from kvboost.errors import InvalidRequestError
 from kvboost.models import AssembledPrompt, ReusedRun
-from kvboost.repair import apply_strategy, positions_of
+from kvboost.repair import apply_strategy, positions_of, runs_of
 
 SIDES = ("after", "before")
 
@@ -60,4 +60,7 @@ class SelectiveRecompute:
 
     def apply(self, assembled: AssembledPrompt, model: Any) -> AssembledPrompt:
         """`assembled` with the KV at its seams computed again, `[1, kv_heads, n, head_dim]` per layer."""
+        seams = any(not run.exact for run in runs_of(assembled))
+        if not seams and self.skip_if_no_seams:
+            return assembled
         return apply_strategy(self, assembled, model, self.device)

@@ -51,7 +51,10 @@ def sparse_forward(
         for start in range(0, len(positions), size):
             block = positions[start : start + size]
             pattern = attention.QueryPattern(torch.from_numpy(block).to(device), int(block[-1]) + 1)
-            run_pattern(model, token_ids, arena, pattern, position_offset=position_offset)
+            # Behind the last layer's KV nothing is needed any more.
+            run_pattern(
+                model, token_ids, arena, pattern, layers=len(arena.layers), position_offset=position_offset
+            )
     finally:
         arena.set_length(filled_to)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvboost.chunk_store import ChunkStore, StoreEntry
+from kvboost.content_index import ContentIndex
 from kvboost.models import token_bytes
 from kvboost.prefix_tree import TreeNode, below
 
@@ -17,6 +18,7 @@ def check(store: ChunkStore) -> None:
         _check_order(node)
     if {node.key for node in nodes} != set(entries) or len(nodes) != len(entries):
         raise AssertionError("entries and tree nodes differ")
+    _check_content(store)
     storages: dict[int, int] = {}
     evictable = tier.evictable()
     for node in nodes:
@@ -37,6 +39,34 @@ def check(store: ChunkStore) -> None:
     shielded = [entry.size_bytes for entry in entries.values() if entry.shields]
     if not pending and (sum(shielded), len(shielded)) != (tier.kept_bytes, tier.kept_entries):
         raise AssertionError(f"books say {tier.kept_bytes} bytes must stay, entries say {sum(shielded)}")
+
+
+def _check_content(store: ChunkStore) -> None:
+    """What is borrowed exists and has the right tokens, and all other text is found by content."""
+    debts: dict[str, set[str]] = {}
+    indexed: dict[str, list[TreeNode]] = {}
+    for key, entry in store.entries.items():
+        patchwork = entry.chunk.patchwork
+        if patchwork is None:
+            indexed.setdefault(store.namespaces[entry.root_key].content_key, []).append(entry.node)
+            continue
+        for loan in patchwork.loans:
+            debts.setdefault(loan.donor, set()).add(key)
+            donor = store.entries.get(loan.donor)
+            if donor is None:
+                if loan.donor not in store.reserved:
+                    raise AssertionError(f"chunk {key[:8]} borrows from one that is gone")
+                continue
+            length = loan.end - loan.start
+            first = loan.start - entry.node.start
+            lent = token_bytes(donor.chunk.token_ids[loan.offset : loan.offset + length])
+            if lent != token_bytes(entry.chunk.token_ids[first : first + length]):
+                raise AssertionError(f"chunk {key[:8]} borrows other tokens than its own")
+    if debts != store.borrowers:
+        raise AssertionError("loans and borrowers differ")
+    for content_key in {*indexed, *store.contents}:
+        index = store.contents.get(content_key, ContentIndex())
+        index.check_integrity(indexed.get(content_key, []))
 
 
 def _check_order(node: TreeNode) -> None:

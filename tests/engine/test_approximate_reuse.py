@@ -20,7 +20,7 @@ from kvboost.arena import Arena
 from kvboost.calibration import Calibration
 from kvboost.content_index import ContentIndex
 from kvboost.costs import CostEstimate
-from kvboost.errors import CacheFileError
+from kvboost.errors import CacheFileError, InvalidRequestError
 from kvboost.models import AssemblyMode, Loan, Origin, Patchwork
 from kvboost.namespace import Namespace
 from kvboost.prefix_tree import below
@@ -327,6 +327,80 @@ def test_nothing_computed_on_approximate_kv_is_in_the_exact_tree(make_engine: Ma
     assert check_exact_tree(engine) > stored_exactly  # what stands before all that is approximate is exact
     assert engine.explain([*starts_live[:50], 7]).cached_tokens == 50
     check_store(engine)
+
+
+def test_an_approximate_arena_never_stands_for_exact_text(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """The last request left approximate KV in place; the exact KV of the same text comes from a file."""
+    model = long_model()
+    shelf = documents(2, seed=26, low=120, high=160)
+    prompt = [*random_ids(5, seed=1), *shelf[1], *shelf[0], *random_ids(9, seed=2)]
+    one = make_engine(model=model)
+    one.warm(prompt)
+    one.save(tmp_path / "cache")
+    two = shelf_engine(make_engine, shelf, model=model)
+    assert approximate_tokens(two.generate(prompt, max_new_tokens=2)) > 0
+    two.load(tmp_path / "cache")
+    result = two.generate(prompt, max_new_tokens=8)
+    assert {span.origin for span in result.spans[:-1]} == {Origin.EXACT}
+    assert result.token_ids == two.generate(prompt, max_new_tokens=8, mode="baseline").token_ids
+    kept = two._workspace._kept
+    assert kept is not None
+    for layer, (key, value) in zip(kept.arena.layers, fresh_kv(model, prompt), strict=True):
+        for part, wanted in ((layer._keys, key), (layer._values, value)):
+            torch.testing.assert_close(part[:, :, : len(prompt)], wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_requests_with_random_settings(
+    seed: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pay_always(monkeypatch)
+    draw = random.Random(seed)
+    model = tiny_model("llama", num_hidden_layers=2)
+    per_token = make_engine(model=model).layout.bytes_per_token
+    budget_tokens = draw.choice([None, 120, 300, 700])
+    sink = draw.choice([0, 0, 10])
+    engine = make_engine(
+        model=model,
+        chunk_size=draw.choice([4, 16, 50, 128]),
+        max_chunks=draw.choice([None, None, 3, 8, 20]),
+        max_cache_bytes=None if budget_tokens is None else budget_tokens * per_token,
+        sink_tokens=sink,
+        selector=draw.choice(["guided", "deviation"]),
+        recompute_ratio=draw.choice([0, 0.1, 0.5]),
+        chunk_boundary_window=draw.choice([0, 0, 3]),
+    )
+    shelf = documents(5, seed=300 + seed, low=33, high=90)
+    asked: list[list[int]] = []
+    for step in range(25):
+        action, salt = draw.random(), draw.choice(["", "", "other"])
+        document = draw.choice(shelf)
+        if action < 0.15:
+            part = document[: draw.randint(1, len(document))]
+            engine.warm(part, cache_salt=salt, position_offset=draw.choice([0, 0, 17]))
+        elif action < 0.2:
+            engine.clear()
+        elif action < 0.3:
+            draw.choice([engine.pin, engine.unpin])(document)
+        else:
+            prompt = joined(draw.sample(shelf, draw.randint(1, 4)))
+            if asked and draw.random() < 0.4:
+                prompt = draw.choice(asked)
+            prompt = [*prompt, *random_ids(draw.randint(1, 40), seed=draw.randint(0, 5))]
+            mode = draw.choice(["chunk_kv_reuse", "chunk_kv_reuse", "chunk_kv_reuse", "prefix_cache"])
+            options: dict[str, Any] = draw.choice([{}, {}, {"num_beams": 2}])
+            result = engine.generate(prompt, max_new_tokens=3, mode=mode, cache_salt=salt, **options)
+            check_spans(result)
+            assert all(span.start >= sink for span in result.spans if span.origin in APPROXIMATE)
+            if approximate_tokens(result):
+                assert mode == "chunk_kv_reuse"
+            else:
+                expected = engine.generate(prompt, max_new_tokens=3, mode="baseline", **options)
+                assert result.token_ids == expected.token_ids, step
+            asked.append([*prompt, *result.token_ids][:700])
+        check_store(engine)
+    for salt in ("", "other"):
+        check_exact_tree(engine, engine.namespace(salt))
 
 
 # --- the approximate chain ----------------------------------------------------------------------
@@ -656,6 +730,19 @@ def test_overlap_encoding_sees_the_sink_and_the_last_tokens(sink: int, make_engi
                     assert float((part - piece).norm() / piece.norm()) <= 1e-4
 
 
+def test_what_is_committed_in_overlap_mode_has_its_encoding(make_engine: MakeEngine) -> None:
+    """One's own generate saw everything; what it computed is not what this namespace promises."""
+    engine = make_engine(model=long_model(), overlap_k=10)
+    text = random_ids(75, seed=1)
+    wanted = overlap_reference(engine.model, text, 16, 10, 0)
+    prepared = engine.prepare(text, max_new_tokens=1)
+    engine.commit(prepared, engine.model.generate(**prepared, max_new_tokens=1, do_sample=False))
+    for match in engine.cache_manager.match_prefix(text, engine.namespace()).matches:
+        for (key, _), (full, _) in zip(match.chunk.past_key_values, wanted, strict=True):
+            piece = full[:, :, match.start : match.end]
+            assert float((key[:, :, : piece.shape[2]] - piece).norm() / piece.norm()) <= 1e-4
+
+
 def test_overlap_chunks_are_labelled_and_repaired_at_their_seams(make_engine: MakeEngine) -> None:
     model = long_model()
     text = random_ids(64 * 6, seed=1)
@@ -696,9 +783,13 @@ def test_overlap_encodings_are_not_shared(make_engine: MakeEngine, tmp_path: Pat
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
-def test_overlap_chunks_that_are_called_exact_are_exact(architecture: str, make_engine: MakeEngine) -> None:
-    """Also where a sliding window is shorter than what the overlap lets a chunk see."""
-    engine = make_engine(architecture, overlap_k=64, chunk_size=64)
+def test_overlap_needs_a_model_without_a_sliding_window(architecture: str, make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="sliding window of 40"):
+        make_engine(architecture, overlap_k=64, chunk_size=64)
+
+
+def test_overlap_chunks_that_are_called_exact_are_exact(make_engine: MakeEngine) -> None:
+    engine = make_engine("llama", overlap_k=64, chunk_size=64)
     text = random_ids(128, seed=5)
     engine.warm(text)
     prompt = [*text, *random_ids(3, seed=6)]

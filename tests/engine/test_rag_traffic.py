@@ -44,14 +44,19 @@ def mean(shares: list[float]) -> float:
 
 @pytest.mark.parametrize("chunk_size", [16, 128])
 def test_reuse_does_not_decay_over_500_queries(chunk_size: int, make_engine: MakeEngine) -> None:
+    """Over four shelves: which documents a hundred queries draw moves the share of one by up to 8%."""
     per_token = make_engine().layout.bytes_per_token
     budget = BUDGET_DOCUMENTS * 80 * per_token  # documents have 80 tokens on average
-    engine = make_engine(model=tiny_model("llama"), chunk_size=chunk_size, max_cache_bytes=budget)
-    shares = reused_shares(engine, 500, seed=1)
-    early, last = mean(shares[100:200]), mean(shares[-100:])
-    assert last >= 0.95 * early, [round(mean(shares[n : n + 50]), 3) for n in range(0, 500, 50)]
-    assert early >= 0.25  # of 60 documents at most 40 fit, beside the chains of earlier requests
-    stats = engine.cache_stats()
-    assert stats["evicted_chunks"] > 0
-    assert stats["bytes"] > budget // 2
-    check_exact_tree(engine)
+    model = tiny_model("llama")
+    early, last = [], []
+    for seed in range(1, 5):
+        engine = make_engine(model=model, chunk_size=chunk_size, max_cache_bytes=budget)
+        shares = reused_shares(engine, 500, seed)
+        early.append(mean(shares[100:200]))
+        last.append(mean(shares[-100:]))
+        stats = engine.cache_stats()
+        assert stats["evicted_chunks"] > 0
+        assert stats["bytes"] > budget // 2
+        check_exact_tree(engine)
+    assert mean(last) >= 0.95 * mean(early), (early, last)
+    assert mean(early) >= 0.4  # of 60 documents at most 40 fit, beside questions and chains

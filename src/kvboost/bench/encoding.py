@@ -57,8 +57,9 @@ def run(
     )
     for number, case in enumerate(cases):
         report(number, settings.prompts, f"{case.group}, {len(case.prompt.token_ids)} tokens")
+        trial = ReuseTrial(engines[0], case.prompt.token_ids)
         for engine, outcomes in zip(engines, found, strict=True):
-            outcomes.append(_measure(engine, case))
+            outcomes.append(_measure(trial, engine, case))
     report(settings.prompts, settings.prompts, "done")
     return {
         "benchmark": "encoding",
@@ -73,17 +74,18 @@ def run(
     }
 
 
-def _measure(engine: Any, case: Case) -> dict[str, Measured]:
+def _measure(trial: ReuseTrial, engine: Any, case: Case) -> dict[str, Measured]:
     """Reuse as a prefix, not repaired and repaired at the seams, and from elsewhere with guided repair."""
-    ids = case.prompt.token_ids
     engine.clear()
-    engine.warm(ids[:-_QUESTION_TOKENS].tolist())
-    trial = ReuseTrial(engine, ids)
-    measured = {"prefix": trial.measure("nothing", 0), "prefix_repaired": trial.measure("selective", 0)}
+    engine.warm(case.prompt.token_ids[:-_QUESTION_TOKENS].tolist())
+    measured = {
+        "prefix": trial.measure("nothing", 0, engine),
+        "prefix_repaired": trial.measure("selective", 0, engine),
+    }
     engine.clear()
     for token_ids in case.read_before:
         engine.warm(token_ids)
-    measured["moved"] = trial.measure("guided", RATIO)
+    measured["moved"] = trial.measure("guided", RATIO, engine)
     engine.clear()
     return measured
 

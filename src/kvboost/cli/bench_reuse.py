@@ -444,7 +444,8 @@ def show(record: dict[str, Any], parts: list[Table | str], out: Path | None, plo
     from kvboost.bench.record import write_record
 
     console = Console(highlight=False, stderr=not parts)
-    for part in [*parts, targets_table(record["targets"])] if parts else []:
+    targets = [targets_table(record["targets"])] if "targets" in record else []
+    for part in [*parts, *targets] if parts else []:
         console.print(part, markup=isinstance(part, Table))
     if out is not None:
         paths = [write_record(record, out), *(plot(record, out) if plot else [])]
