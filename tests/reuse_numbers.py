@@ -69,7 +69,10 @@ def facts_line() -> str:
 
 
 def budgets_table() -> str:
-    lines = ["| `max_kl` | ratio chosen | KL in calibration | KL on other prompts |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| `max_kl` | ratio chosen | KL in calibration | KL on other prompts |",
+        "| --- | --- | --- | --- |",
+    ]
     for row in record("quality-cuda")["budgets"]:
         if row["ratio"] is None:
             lines.append(f"| {row['max_kl']:g} | none: exact reuse only | - | - |")

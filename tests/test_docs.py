@@ -48,7 +48,9 @@ def test_numbers_of_moved_text_are_those_of_the_result_files() -> None:
     assert reuse_numbers.rag_table() in README
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/how-reuse-works.md", "docs/architecture.md", "docs/log.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/how-reuse-works.md", "docs/architecture.md", "docs/log.md"]
+)
 def test_links_exist(name: str) -> None:
     path = ROOT / name
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):

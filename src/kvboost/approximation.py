@@ -5,6 +5,7 @@ Gathers what the engine's options and the model itself say about it. Knows no st
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvboost import rope
@@ -12,7 +13,7 @@ from kvboost.cacheblend import CacheBlendRecompute
 from kvboost.costs import CostEstimate, ForwardCosts
 from kvboost.models import RecomputeStrategy
 from kvboost.prompt_assembler import ReusePlan
-from kvboost.repair import RepairStrategy
+from kvboost.repair import RepairStrategy, positions_of
 from kvboost.selective_recompute import SelectiveRecompute
 from kvboost.settings import EngineSettings
 
@@ -55,6 +56,18 @@ class Approximation:
         if kind is RecomputeStrategy.SELECTIVE:
             return SelectiveRecompute(self._settings.recompute_overlap)
         return None
+
+    def choice(self, plan: ReusePlan) -> str:
+        """Why approximate reuse is used in `plan` or not, in words; "" where there is nothing to choose."""
+        if plan.estimate is None:
+            return ""
+        if not plan.estimate.pays:
+            return str(plan.estimate)
+        reused = len(positions_of(plan.repair_runs, exact=False))
+        strategy = self.strategy(plan)
+        again = math.ceil((self.ratio or 0.0) * reused) if isinstance(strategy, CacheBlendRecompute) else None
+        how = "at the seams" if again is None else f"{again:,}"
+        return f"{plan.estimate}; of {reused:,} approximate tokens {how} would be computed again"
 
     def touches_all(self, plan: ReusePlan) -> bool:
         """Whether repair leaves other KV than it found on tokens that it did not choose."""

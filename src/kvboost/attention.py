@@ -150,16 +150,24 @@ class QueryPattern:
             end = min(start + size, len(self._ends))
             self._blocks.append((start, end, self._ends[end - 1] + 1))
 
-    def mask(self, start: int, end: int, keys: int, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
-        """Additive mask `[1, 1, group * (end - start), keys]` of queries `[start, end)`."""
-        made_for = (start, end, keys, dtype, group)
+    def mask(
+        self,
+        start: int,
+        end: int,
+        keys: int,
+        dtype: torch.dtype,
+        group: int = 1,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """Additive mask `[1, 1, group * (end - start), keys]` of queries `[start, end)`, made once."""
+        made_for = (start, end, keys, dtype, group, device or self.positions.device)
         if made_for not in self._masks:
             visible = torch.arange(keys, device=self.positions.device) <= self.positions[start:end, None]
             if self.filled is not None:
                 visible &= self.filled[:keys]
             values = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
             values.masked_fill_(~visible, torch.finfo(dtype).min)
-            self._masks[made_for] = values.repeat(group, 1)[None, None]
+            self._masks[made_for] = values.repeat(group, 1)[None, None].to(made_for[-1])
         return self._masks[made_for]
 
     def attend(
@@ -203,7 +211,7 @@ class QueryPattern:
                 query[:, :, start:end].reshape(batch, kv_heads, group * (end - start), head_dim),
                 key[:, :, :keys],
                 value[:, :, :keys],
-                attn_mask=self.mask(start, end, keys, query.dtype, group),
+                attn_mask=self.mask(start, end, keys, query.dtype, group, query.device),
                 scale=scaling,
             )
             result[:, :, start:end] = block.reshape(batch, heads, end - start, value.shape[3])
@@ -220,7 +228,7 @@ class QueryPattern:
         weights *= scaling if scaling is not None else head_dim**-0.5
         if softcap is not None:
             weights = torch.tanh(weights / softcap) * softcap
-        weights += self.mask(0, tokens, self.tokens, torch.float32, group)[0, 0].to(weights.device)
+        weights += self.mask(0, tokens, self.tokens, torch.float32, group, weights.device)[0, 0]
         probabilities = weights.softmax(-1)
         assert self.scores is not None
         highest = probabilities.reshape(heads, tokens, -1).amax(1)

@@ -65,10 +65,9 @@ class CacheBlendRecompute:
         if self.selector == "deviation":
             return self._most_deviating(model, token_ids, arena, runs, reused, budget)
         scores = attention_from_the_end(model, token_ids, arena, runs)
-        if scores is None:  # attention that cannot be watched
-            return self._most_deviating(model, token_ids, arena, runs, reused, budget)
         depth = _depth_in_run(runs, len(token_ids))[reused]
-        worth = scores[reused] / (depth + _HALF_WORTH_TOKENS)
+        attention = scores[reused] if scores is not None else 1.0  # of some models it cannot be watched
+        worth = attention / (depth + _HALF_WORTH_TOKENS)
         worth[depth < RUN_START_TOKENS] = np.inf
         return _highest(reused, worth, budget)
 

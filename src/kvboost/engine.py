@@ -511,7 +511,7 @@ class InferenceEngine:
             chunk = donors.get(key)
             return ((chunk.position_start, chunk.position_end), chunk.access_count) if chunk else None
 
-        note = refusal or (str(plan.estimate) if plan.estimate is not None else "")
+        note = refusal or self._approximation.choice(plan)
         return explain_spans(
             plan.spans(), ids.tolist(), self.tokenizer.decode, donor_of, plan.match.divergence, note
         )

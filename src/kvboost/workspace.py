@@ -16,6 +16,7 @@ import torch
 from kvboost.arena import Arena, KVLayout
 
 _ROUND_TOKENS = 64  # equal alignment of every head's rows, whatever the capacity
+_HEADROOM_SHARE = 4  # beside what is asked for, a quarter more where untouched memory costs nothing
 _MEMORY_SHARE = 8  # keep an arena of at most this fraction of the device's memory
 
 
@@ -41,7 +42,7 @@ class Workspace:
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is None:
-            return Arena(self._layout, capacity), 0, 0
+            return self._new(capacity), 0, 0
         common = 0
         if kept.namespace_key == namespace_key:
             size = min(len(kept.token_ids), len(token_ids))
@@ -49,10 +50,16 @@ class Workspace:
             common = int(np.argmax(differs)) if differs.any() else size
         if kept.arena.capacity < capacity:
             if not common:
-                return Arena(self._layout, capacity), 0, 0
+                return self._new(capacity), 0, 0
             kept.arena.grow(capacity)
         kept.arena.set_length(0)
         return kept.arena, min(common, kept.exact_tokens), common
+
+    def _new(self, capacity: int) -> Arena:
+        """A fresh arena; on a CPU with room for the next turn, so that it need not be moved then."""
+        on_cpu = all(spec.device.type == "cpu" for spec in self._layout.slabs)
+        headroom = capacity // _HEADROOM_SHARE // _ROUND_TOKENS * _ROUND_TOKENS if on_cpu else 0
+        return Arena(self._layout, capacity + headroom)
 
     def give_back(
         self, arena: Arena, namespace_key: str, token_ids: np.ndarray, exact_tokens: int | None = None

@@ -78,7 +78,11 @@ def test_eight_documents_in_random_order_are_all_found(real: KVBoost) -> None:
     for document in shelf:
         real.warm(document)
     order = random.Random(3).sample(shelf, 8)
-    prompt = [*corpus_ids(real.tokenizer, 9, seed=77), *(token for document in order for token in document), 7]
+    prompt = [
+        *corpus_ids(real.tokenizer, 9, seed=77),
+        *(token for document in order for token in document),
+        7,
+    ]
     explanation = real.explain(prompt)
     assert explanation.cached_tokens >= 0.97 * sum(map(len, shelf))
     assert explanation.choice.startswith("reuse")

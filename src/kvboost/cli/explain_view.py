@@ -129,9 +129,10 @@ def _printable(text: str) -> str:
 
 
 def summary(explanation: Explanation) -> str:
-    """One line."""
+    """One line, and another where approximate reuse was thought about."""
     total, cached = explanation.prompt_tokens, explanation.cached_tokens
-    return (
+    line = (
         f"{cached:,} of {total:,} tokens would be reused ({explanation.reuse_ratio:.0%}), "
         f"{total - cached:,} computed"
     )
+    return f"{line}\n{explanation.choice}" if explanation.choice else line
