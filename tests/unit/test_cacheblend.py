@@ -110,10 +110,9 @@ def test_deviation_takes_the_highest_above_its_threshold(choose: Choose) -> None
     assert choose(published, deviation=np.zeros(140)) == []
 
 
-def test_attention_that_cannot_be_watched_falls_back_to_deviation(choose: Choose) -> None:
-    deviation = np.zeros(140)
-    deviation[[44, 99]] = 1.0
-    assert choose(CacheBlendRecompute(0.1), None, deviation) == [44, 99]
+def test_where_attention_cannot_be_watched_the_starts_of_runs_are_chosen(choose: Choose) -> None:
+    starts = choose(CacheBlendRecompute(0.1), None)
+    assert starts == [20, 21, 22, 23, 24, 70, 71, 72, 73, 74]
 
 
 def test_the_contracts_defaults() -> None:
