@@ -14,7 +14,7 @@ from kvboost import KVBoost
 from kvboost.models import Origin
 from kvboost.quality import ReuseTrial
 from tests.equivalence.proofs import write_result
-from tests.texts import corpus_ids
+from tests.texts import corpus, corpus_ids
 
 pytestmark = [pytest.mark.real_model]
 
@@ -25,6 +25,16 @@ def documents(engine: KVBoost, count: int, shortest: int, longest: int, seed: in
     text = corpus_ids(engine.tokenizer, sum(sizes), seed)
     starts = np.cumsum([0, *sizes]).tolist()
     return [text[start:end] for start, end in pairwise(starts)]
+
+
+def long_text(engine: KVBoost, count: int, seed: int) -> list[int]:
+    """`count` tokens from a random place; some places have tables with few tokens in many characters."""
+    text = corpus()
+    start = random.Random(seed).randrange(len(text) - count * 40)
+    ids: list[int] = engine.tokenizer(
+        text[start : start + count * 40], add_special_tokens=False, verbose=False
+    )["input_ids"]
+    return ids[:count]
 
 
 @dataclass
@@ -40,11 +50,11 @@ def found_at_offsets(engine: KVBoost, offsets: int, longest: int) -> list[FoundC
     cases = []
     for number in range(offsets):
         size = draw.randint(80, longest)
-        document = corpus_ids(engine.tokenizer, size, seed=900 + number)
+        document = long_text(engine, size, seed=900 + number)
         engine.clear()
         engine.warm(document)
-        before = corpus_ids(engine.tokenizer, draw.randint(1, 1_500), seed=5_000 + number)
-        prompt = [*before, *document, *corpus_ids(engine.tokenizer, 20, seed=7_000 + number)]
+        before = long_text(engine, draw.randint(1, 1_500), seed=5_000 + number)
+        prompt = [*before, *document, *long_text(engine, 20, seed=7_000 + number)]
         matches = engine.cache_manager.match_content(prompt, engine.namespace(), start=0, end=len(prompt) - 1)
         inside = np.zeros(len(prompt), dtype=bool)
         for run in matches.runs:
