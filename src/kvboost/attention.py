@@ -64,18 +64,7 @@ def folded_attention(
     if pattern is not None:
         return pattern.attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     if not _can_fold(query, key, attention_mask, dropout, is_causal, kwargs):
-        output: tuple[torch.Tensor, None] = sdpa_attention_function()(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
-        return output
+        return _pass_on(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     group = heads // kv_heads
     folded = functional.scaled_dot_product_attention(
         query.reshape(batch, kv_heads, group * tokens, head_dim),
@@ -193,18 +182,7 @@ class QueryPattern:
                 seen = torch.bmm(probabilities.to(value.dtype), value[0])
                 return seen.reshape(heads, tokens, -1).transpose(0, 1).unsqueeze(0), None
         if not known or dropout or batch != 1:
-            output: tuple[torch.Tensor, None] = _own_function(module)(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                is_causal=is_causal,
-                **extra,
-            )
-            return output[0], None
+            return _pass_on(module, query, key, value, attention_mask, dropout, scaling, is_causal, extra)
         result = query.new_empty(batch, heads, tokens, value.shape[3])
         for start, end, keys in self._blocks:
             block = functional.scaled_dot_product_attention(
@@ -238,6 +216,32 @@ class QueryPattern:
 
 _PATTERN: ContextVar[QueryPattern | None] = ContextVar("kvboost_query_pattern", default=None)
 _OWN: ContextVar[str] = ContextVar("kvboost_own_attention", default="sdpa")
+
+
+def _pass_on(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    extra: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """The model's own attention, for what ours does not know."""
+    output = _own_function(module)(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **extra,
+    )
+    return output[0], None
 
 
 def _own_function(module: torch.nn.Module) -> Callable[..., Any]:

@@ -43,12 +43,13 @@ def calibrate(model: str, prompts: int, as_json: bool, engine_options: dict[str,
     Engines with --recompute-ratio auto then take the smallest ratio that held --max-kl.
 
     \b
-    kvboost calibrate builtin
+    kvboost calibrate builtin --max-kl 0.05
     kvboost generate builtin PROMPT --recompute-ratio auto --max-kl 0.05
     """
     from kvboost.calibration import DEFAULT_MAX_KL, path_of
 
-    bound = engine_options.get("max_kl") or DEFAULT_MAX_KL
+    bound = engine_options.pop("max_kl", None) or DEFAULT_MAX_KL  # only to say which ratio holds it
+    engine_options.pop("recompute_ratio", None)  # what is measured are several
     console = Console(stderr=True)
     with (
         opened_engine(model, unlimited(engine_options), None if as_json else console) as engine,
