@@ -13,7 +13,8 @@ from rich.console import Console
 
 from kvboost.bench import lookup
 from kvboost.bench.lookup import LookupSettings
-from kvboost.cli.bench_store import lookup_table, targets_table
+from kvboost.cli.bench_store import lookup_table
+from kvboost.cli.bench_view import targets_table
 from kvboost.cli.main import main
 from kvboost.errors import InvalidRequestError
 

@@ -15,7 +15,7 @@ from kvboost import quality as measuring
 from kvboost.bench import plots
 from kvboost.bench.quality import QualitySettings
 from kvboost.bench.rag import RagSettings
-from kvboost.cli import bench_reuse
+from kvboost.cli import bench_reuse, bench_view
 from kvboost.cli.main import main
 
 QUALITY = ["--prompts", "4", "--documents", "2", "--prompt-tokens", "500", "--ratios", "0.10,0.20"]
@@ -114,7 +114,7 @@ def test_a_small_quality_run(tiny_folder: str, tmp_path: Path, monkeypatch: pyte
     }
     tables = [bench_reuse.quality_table(record), bench_reuse.groups_table(record)]
     tables.append(bench_reuse.budgets_table(record))
-    assert "…" not in shown(*tables, bench_reuse.targets_table(record["targets"]))
+    assert "…" not in shown(*tables, bench_view.targets_table(record["targets"]))
     assert bench_reuse.facts_line(record)[:40] in outcome.stdout
 
 
@@ -130,7 +130,7 @@ def test_a_small_rag_run(tiny_folder: str, tmp_path: Path) -> None:
     assert record["wrong_guess"]["pairs"] == 2
     assert [turn["turn"] for turn in record["chat"]] == [1, 2]
     tables = [bench_reuse.rag_table(record), bench_reuse.chat_table(record)]
-    assert "…" not in shown(*tables, bench_reuse.targets_table(record["targets"]))
+    assert "…" not in shown(*tables, bench_view.targets_table(record["targets"]))
     assert bench_reuse.wrong_guess_line(record)[:40] in outcome.stdout
 
 

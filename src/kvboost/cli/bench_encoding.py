@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from kvboost.cli.bench_reuse import bar, opened, show, simple_table
+from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table
 from kvboost.cli.options import engine_options
 
 _COUNT = click.IntRange(min=1)
@@ -51,9 +51,10 @@ def encoding(
     from kvboost.bench.encoding import EncodingSettings, run
 
     settings = EncodingSettings(prompts=prompts, prompt_tokens=prompt_tokens, seed=seed)
+    prepare(out)
     with opened(model, engine_options, COMPARED) as (_, open_engine), bar() as report:
         record = run(open_engine, model, settings, report)
-    show(record, [] if as_json else [encoding_table(record)], out, None)
+    show(record, [] if as_json else [encoding_table(record)], out)
 
 
 def encoding_table(record: dict[str, Any]) -> Table:

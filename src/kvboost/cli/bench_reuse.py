@@ -6,26 +6,18 @@ Knows how their records are shown, not how they are measured.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title, verdict
 from kvboost.cli.counts import read_counts
-from kvboost.cli.options import ENGINE_FLAGS, engine_options
-from kvboost.cli.session import opened_engine
+from kvboost.cli.options import engine_options
 
-if TYPE_CHECKING:
-    from kvboost.engine import InferenceEngine
-
-Plot = Callable[[dict[str, Any], Path], list[Path]]
 METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
 SELECTORS = ("guided", "deviation")
 COMPARED = (
@@ -168,8 +160,8 @@ def quality(
         seed=seed,
     )
     settings.check()
-    _prepare(out, plot)
-    with opened(model, engine_options) as (engine, open_engine), bar() as report:
+    prepare(out, plot=plot)
+    with opened(model, engine_options, COMPARED) as (engine, open_engine), bar() as report:
         calibration = None
         if budgets and "guided" in methods:
             calibration = engine.calibrate(report=lambda done, total: report(done, total, "calibrating"))
@@ -184,7 +176,7 @@ def quality(
 
 def quality_table(record: dict[str, Any]) -> Table:
     """A row per method and ratio: the error over all prompts, and what it costs."""
-    table = Table(title=_title(record), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title(record), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("recomputed", no_wrap=True)
     for heading in ("share", "mean KL (95%)", "same top\ntoken", "KV ready,\nms", "speed-\nup"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -249,7 +241,7 @@ def budgets_table(record: dict[str, Any]) -> Table:
             "none: exact only" if refused else f"{budget['ratio']:.0%}",
             "-" if refused else f"{budget['calibration_kl']:.4f}",
             "-" if refused else f"{budget['held_out_kl']:.4f}",
-            _verdict(budget),
+            verdict(budget),
         )
     return table
 
@@ -325,8 +317,8 @@ def rag(
         turns,
         seed=seed,
     )
-    _prepare(out, plot)
-    with opened(model, engine_options) as (engine, open_engine), bar() as report:
+    prepare(out, plot=plot)
+    with opened(model, engine_options, COMPARED) as (engine, open_engine), bar() as report:
         record = run(engine, model, settings, open_engine, report)
     tables: list[Table | str] = (
         [] if as_json else [rag_table(record), wrong_guess_line(record), chat_table(record)]
@@ -336,7 +328,7 @@ def rag(
 
 def rag_table(record: dict[str, Any]) -> Table:
     """A row per contestant."""
-    table = Table(title=_title(record), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title(record), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for heading in (
         "first token, ms\nmedian (range)",
@@ -395,87 +387,4 @@ def chat_table(record: dict[str, Any]) -> Table:
             f"{exact['ttft_ms']['median']:,.0f}",
             f"{ours['ttft_ms']['median'] / exact['ttft_ms']['median']:.2f}",
         )
-    return table
-
-
-# --- both ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def opened(
-    model: str, engine_options: dict[str, Any], compared: tuple[str, ...] = COMPARED
-) -> Iterator[tuple[InferenceEngine, Callable[..., InferenceEngine]]]:
-    """An engine without a limit on chunks, and how to open others on the same model."""
-    for name in compared:
-        if name in engine_options:
-            flag = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{flag} is what this benchmark compares: leave it out")
-    options = {"max_chunks": None, **engine_options, "recompute_strategy": "cacheblend"}
-    names = {flag.name for flag in ENGINE_FLAGS} - {"device"} | {"recompute_strategy"}
-    constructor_options = {name: value for name, value in options.items() if name in names}
-    with opened_engine(model, options, Console(stderr=True)) as engine:
-
-        def open_engine(**changes: Any) -> InferenceEngine:
-            return type(engine)(engine.model, engine.tokenizer, **{**constructor_options, **changes})
-
-        yield engine, open_engine
-
-
-@contextmanager
-def bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr: steps done, steps in all, what is being done."""
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda done, total, text: progress.update(task, completed=done, total=total, description=text)
-
-
-def _prepare(out: Path | None, plot: bool) -> None:
-    """An error now is better than one after the work."""
-    from kvboost.bench.plots import require_matplotlib
-
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        if plot:
-            require_matplotlib()
-
-
-def show(record: dict[str, Any], parts: list[Table | str], out: Path | None, plot: Plot | None) -> None:
-    from kvboost.bench.record import write_record
-
-    console = Console(highlight=False, stderr=not parts)
-    targets = [targets_table(record["targets"])] if "targets" in record else []
-    for part in [*parts, *targets] if parts else []:
-        console.print(part, markup=isinstance(part, Table))
-    if out is not None:
-        paths = [write_record(record, out), *(plot(record, out) if plot else [])]
-        console.print(f"written to {', '.join(map(str, paths))}", markup=False)
-    click.echo(json.dumps(record))
-
-
-def targets_table(targets: list[dict[str, Any]]) -> Table:
-    """What was to be reached and what was."""
-    table = simple_table("target")
-    for heading in ("measured", "limit", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for target in targets:
-        at_most = "at_most" in target
-        limit = f"at most {target['at_most']:g}" if at_most else f"at least {target['at_least']:g}"
-        table.add_row(target["name"], f"{target['value']:.3f}", limit, _verdict(target))
-    return table
-
-
-def _verdict(item: dict[str, Any]) -> str:
-    return "[green]met[/green]" if item["met"] else "[red]missed[/red]"
-
-
-def _title(record: dict[str, Any]) -> str:
-    machine = record["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
-    return f"{record['model']}, {record['dtype']}, {where}"
-
-
-def simple_table(first_column: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first_column)
     return table

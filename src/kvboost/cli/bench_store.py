@@ -5,15 +5,14 @@ Knows how their records are shown, not how they are measured.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvboost.cli.bench_view import prepare, show, simple_table, targets_table
 from kvboost.cli.counts import read_counts
 
 OUT = click.option(
@@ -52,10 +51,10 @@ def lookup(
 
     settings = LookupSettings(sizes, prompt_tokens, chunk_size, rounds)
     settings.check()
-    _prepare(out)
+    prepare(out)
     with Console(stderr=True).status("starting") as status:
         record = run(settings, status.update)
-    _show(record, lookup_title(record), [lookup_table(record), targets_table(record["targets"])], out)
+    show(record, [lookup_title(record), lookup_table(record)], out)
 
 
 def lookup_title(record: dict[str, Any]) -> str:
@@ -71,7 +70,7 @@ def lookup_title(record: dict[str, Any]) -> str:
 
 def lookup_table(record: dict[str, Any]) -> Table:
     """A row per store."""
-    table = _table("stored among")
+    table = simple_table("stored among")
     for heading in (
         "chunks",
         "look-up, ms\nmedian (range)",
@@ -132,7 +131,7 @@ def eviction(chats: int, open_chats: tuple[int, ...], seeds: int, budget: float,
     from kvboost.bench.chats import ChatSettings
     from kvboost.bench.eviction import EvictionSettings, run
 
-    _prepare(out)
+    prepare(out)
     settings = EvictionSettings(ChatSettings(chats), open_chats, tuple(range(seeds)), budget)
     with Console(stderr=True).status("starting") as status:
         record = run(settings, status.update)
@@ -141,7 +140,7 @@ def eviction(chats: int, open_chats: tuple[int, ...], seeds: int, budget: float,
         for level in record["levels"]
         for target in level["targets"]
     ]
-    _show(record, eviction_title(record), [eviction_table(record), targets_table(targets)], out)
+    show(record, [eviction_title(record), eviction_table(record), targets_table(targets)], out)
 
 
 def eviction_title(record: dict[str, Any]) -> str:
@@ -155,7 +154,7 @@ def eviction_title(record: dict[str, Any]) -> str:
 
 def eviction_table(record: dict[str, Any]) -> Table:
     """A row per contestant and number of chats at a time."""
-    table = _table("chats at a time")
+    table = simple_table("chats at a time")
     table.add_column("", no_wrap=True)
     table.add_column("reused share of prompt\ntokens, mean (range)", justify="right", no_wrap=True)
     for level in record["levels"]:
@@ -167,42 +166,3 @@ def eviction_table(record: dict[str, Any]) -> Table:
                 f"{share['mean']:.1%} ({share['low']:.1%}-{share['high']:.1%})",
             )
     return table
-
-
-def targets_table(targets: list[dict[str, Any]]) -> Table:
-    """What was to be reached and what was; of several replays the worst counts."""
-    table = _table("target")
-    for heading in ("measured", "limit", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for target in targets:
-        at_most = "at_most" in target
-        table.add_row(
-            target["name"],
-            f"{target['value']:.2f}" if at_most else f"{target['low']:.3f}",
-            f"at most {target['at_most']:g}" if at_most else f"at least {target['at_least']:g}",
-            "[green]met[/green]" if target["met"] else "[red]missed[/red]",
-        )
-    return table
-
-
-def _table(first_column: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first_column)
-    return table
-
-
-def _prepare(out: Path | None) -> None:
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # an error now is better than one after the work
-
-
-def _show(record: dict[str, Any], title: str, tables: list[Table], out: Path | None) -> None:
-    from kvboost.bench.record import write_record
-
-    console = Console(highlight=False)
-    console.print(title, markup=False)
-    for table in tables:
-        console.print(table)
-    if out is not None:
-        console.print(f"written to {write_record(record, out)}", markup=False)
-    click.echo(json.dumps(record))
