@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         check_model_compatibility,
     )
     from kvboost.engine import InferenceEngine, KVBoost
+    from kvboost.kv_quantize import QuantizedKV, dequantize_kv, quantize_kv
     from kvboost.models import (
         AssembledPrompt,
         AssemblyMode,
@@ -49,12 +50,15 @@ _HOMES = {
     "KVBoost": "engine",
     "KVCacheManager": "cache_manager",
     "PromptAssembler": "prompt_assembler",
+    "QuantizedKV": "kv_quantize",
     "RecomputeStrategy": "models",
     "SelectiveRecompute": "selective_recompute",
     "WarmResult": "models",
     "chained_hash": "models",
     "check_model_compatibility": "compat",
     "content_hash_from_tokens": "models",
+    "dequantize_kv": "kv_quantize",
+    "quantize_kv": "kv_quantize",
 }
 
 __all__ = [
@@ -72,6 +76,7 @@ __all__ = [
     "KVBoost",
     "KVCacheManager",
     "PromptAssembler",
+    "QuantizedKV",
     "RecomputeStrategy",
     "SelectiveRecompute",
     "WarmResult",
@@ -79,6 +84,8 @@ __all__ = [
     "chained_hash",
     "check_model_compatibility",
     "content_hash_from_tokens",
+    "dequantize_kv",
+    "quantize_kv",
 ]
 
 

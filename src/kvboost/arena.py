@@ -9,7 +9,7 @@ differences between transformers' cache interfaces. It does not know where KV co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +43,50 @@ class RowRange:
     slab: int
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of slab number `slab`: `heads` of them, again at every one of `firsts`."""
+
+    slab: int
+    firsts: range
+    heads: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.firsts) * self.heads
+
+    def of(self, slab: torch.Tensor) -> torch.Tensor:
+        """The view `[..., layers, heads, tokens, head_dim]` of a slab `[..., rows, tokens, head_dim]`."""
+        between = slab.narrow(-3, self.firsts[0], self.firsts[-1] + self.heads - self.firsts[0])
+        return between.unfold(-3, self.heads, self.firsts.step).movedim(-1, -3)
+
+
+def row_blocks(ranges: Iterable[RowRange]) -> list[RowBlock]:
+    """Ranges gathered into as few blocks as possible: of most models, one."""
+    starts: dict[tuple[int, int], list[int]] = {}
+    for rows in ranges:
+        starts.setdefault((rows.slab, rows.end - rows.start), []).append(rows.start)
+    return [
+        RowBlock(slab, firsts, heads)
+        for (slab, heads), numbers in starts.items()
+        for firsts in _equal_steps(sorted(numbers))
+    ]
+
+
+def _equal_steps(numbers: list[int]) -> list[range]:
+    """Cut ascending numbers into runs of equal steps, each as a range."""
+    runs: list[range] = []
+    for number in numbers:
+        last = runs[-1] if runs else None
+        if last is not None and len(last) == 1:
+            runs[-1] = range(last[0], number + 1, number - last[0])
+        elif last is not None and number == last[-1] + last.step:
+            runs[-1] = range(last[0], number + 1, last.step)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
 
 
 @dataclass(frozen=True)
@@ -248,27 +292,19 @@ class Arena(Cache):
         for layer in self.layers:
             layer.length = length
 
-    def place(self, packed: Sequence[torch.Tensor], start: int) -> None:
-        """Copy buffers `[rows, tokens, head_dim]` to positions from `start` on, in every row."""
-        for slab, part in zip(self.slabs, packed, strict=True):
-            slab[:, :, start : start + part.shape[1]].copy_(part, non_blocking=True)
-
     def place_at(self, packed: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
         """Copy buffers `[rows, n, head_dim]` to positions `[n]`, in every row."""
         for slab, part in zip(self.slabs, packed, strict=True):
             target = part.to(slab.device).expand(slab.shape[0], *part.shape)
             slab.index_copy_(2, positions.to(slab.device), target)
 
-    def extract_at(self, positions: torch.Tensor, device: torch.device | None = None) -> Packed:
-        """Copy `positions` `[n]` of row 0 into buffers of their own `[rows, n, head_dim]`."""
-        return tuple(
-            _own_copy(slab[0].index_select(1, positions.to(slab.device)), device or slab.device)
-            for slab in self.slabs
-        )
+    def gathered(self, positions: torch.Tensor) -> Packed:
+        """Copies of `positions` `[n]` of row 0, `[rows, n, head_dim]`."""
+        return tuple(slab[0].index_select(1, positions.to(slab.device)) for slab in self.slabs)
 
-    def extract(self, start: int, end: int, device: torch.device | None = None) -> Packed:
-        """Copy positions `[start, end)` of row 0 into buffers of their own `[rows, tokens, head_dim]`."""
-        return tuple(_own_copy(slab[0, :, start:end], device or slab.device) for slab in self.slabs)
+    def between(self, start: int, end: int) -> Packed:
+        """Views of positions `[start, end)` of row 0, `[rows, tokens, head_dim]`."""
+        return tuple(slab[0, :, start:end] for slab in self.slabs)
 
     def as_past_key_values(self) -> PastKVType:
         """Views `[batch, kv_heads, length, head_dim]` per layer."""
@@ -314,7 +350,7 @@ class Arena(Cache):
             layer.bind()
 
 
-def _own_copy(view: torch.Tensor, device: torch.device) -> torch.Tensor:
+def own_copy(view: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A contiguous copy on `device` that keeps no larger storage alive (pinned next to a GPU)."""
     pin = device.type == "cpu" and view.device.type == "cuda"
     copy = torch.empty(view.shape, dtype=view.dtype, device=device, pin_memory=pin)

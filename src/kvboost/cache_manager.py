@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from kvboost import prefix_tree, store_audit
 from kvboost.arena import KVLayout, Packed
 from kvboost.chunk_store import ChunkStore, StoreEntry
 from kvboost.content_matching import ChainMatch, ChunkMatch, RunMatch, find_chain, find_runs
-from kvboost.errors import InvalidRequestError
+from kvboost.errors import InvalidRequestError, UnstorableKVError
+from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
 from kvboost.miss_reasons import divergence_of
 from kvboost.models import (
     CachedChunk,
@@ -46,7 +48,7 @@ class StoredChunk:
 
     namespace_key: str
     content_key: str
-    chunk: CachedChunk
+    chunk: KeptChunk
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ class KVCacheManager:
         self,
         tokens: TokenIds | np.ndarray,
         cuts: Sequence[int],
-        layout: KVLayout,
+        codec: KVCodec,
         extract: Callable[[int, int], Packed],
         namespace: Namespace = ROOT,
         *,
@@ -247,8 +249,8 @@ class KVCacheManager:
 
         Their first token stands at position `position_offset`.
 
-        `extract(start, end)` makes buffers `[rows, tokens, head_dim]` of their own for a span. It is
-        called without the lock, after room was made, so a refused chunk costs nothing.
+        `extract(start, end)` gives buffers or views `[rows, tokens, head_dim]` of a span, which `codec`
+        copies. It is called without the lock, after room was made, so a refused chunk costs nothing.
         """
         raw = token_bytes(tokens)
         report = StoreReport()
@@ -265,7 +267,9 @@ class KVCacheManager:
                 if cut <= node.end:
                     continue
                 span = raw[node.end * TOKEN_BYTES : cut * TOKEN_BYTES]
-                child = self._store_span(node, span, layout, extract, report, text_of, position_offset)
+                size = codec.bytes_for(cut - node.end)
+                make = partial(_encoded, codec, extract, node.end, cut)
+                child = self._store_span(node, span, size, make, report, text_of, position_offset)
                 if child is None and report.refused:
                     break
                 if child is not None:  # else the start of a longer chunk; the next cut may go beyond it
@@ -278,7 +282,7 @@ class KVCacheManager:
         self,
         tokens: TokenIds | np.ndarray,
         patchwork: Patchwork,
-        layout: KVLayout,
+        codec: KVCodec,
         extract: Callable[[np.ndarray], Packed],
         namespace: Namespace = ROOT,
     ) -> StoreReport:
@@ -316,8 +320,8 @@ class KVCacheManager:
                 node = self._store_span(
                     parent,
                     raw[parent.end * TOKEN_BYTES :],
-                    layout,
-                    lambda _start, _end: extract(rest.own_positions),
+                    codec.bytes_for(len(rest.own_positions)),
+                    lambda: codec.encode(extract(rest.own_positions)),
                     report,
                     patchwork=rest,
                 )
@@ -364,7 +368,7 @@ class KVCacheManager:
                 f"a chunk of {chunk.length} tokens needs KV [1, kv_heads, {chunk.length}, head_dim] for "
                 f"every layer; got lengths {sorted(lengths)}"
             )
-        layout = KVLayout.of(chunk.past_key_values)
+        codec = KVCodec(KVLayout.of(chunk.past_key_values))
         report = StoreReport()
         with self._lock:
             key = chunk.prefix_hash or chunk.chunk_id
@@ -380,8 +384,8 @@ class KVCacheManager:
             node = self._store_span(
                 parent,
                 raw,
-                layout,
-                lambda _start, _end: layout.pack(chunk.past_key_values),
+                codec.bytes_for(chunk.length),
+                lambda: StoredKV(codec, codec.layout.pack(chunk.past_key_values), chunk.length),
                 report,
                 given=dataclasses.replace(chunk, chunk_id=key, prefix_hash=key),
             )
@@ -411,12 +415,12 @@ class KVCacheManager:
                 for stored in found:
                     self._store.unhold(stored.chunk.chunk_id)
 
-    def restore(self, stored: StoredChunk, layout: KVLayout, family: str) -> bool:
+    def restore(self, stored: StoredChunk, family: str) -> bool:
         """Take in a chunk that was exported, with its own tensors; False where there is no room for it.
 
         Nothing is evicted for it. Its parent must have been restored before it.
         """
-        chunk, packed = stored.chunk, stored.chunk.packed
+        chunk = stored.chunk
         raw = token_bytes(chunk.token_ids)
         with self._lock:
             if stored.namespace_key not in self._store.namespaces:
@@ -429,16 +433,16 @@ class KVCacheManager:
                 if chunk.parent_hash not in self._store.entries:
                     return False
                 parent = self._store.entries[chunk.parent_hash].node
-            if chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id or packed is None:
+            if chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
                 return False
             near, common = prefix_tree.best_child(parent, raw)
             if chunk.chunk_id in self._store.entries or (near is not None and common == chunk.length):
                 return True
-            if not self._store.tier.fits(chunk.length * layout.bytes_per_token):
+            if not self._store.tier.fits(chunk.kv.nbytes):
                 return False
             self._store.hold(parent.key)
             node = self._store_span(
-                parent, raw, layout, lambda _start, _end: packed, StoreReport(), given=chunk
+                parent, raw, chunk.kv.nbytes, lambda: chunk.kv, StoreReport(), given=chunk
             )
             self._store.unhold(node.key if node is not None else parent.key)
             return node is not None
@@ -447,19 +451,17 @@ class KVCacheManager:
         self,
         parent: TreeNode,
         span: bytes,
-        layout: KVLayout,
-        extract: Callable[[int, int], Packed],
+        size: int,
+        make: Callable[[], StoredKV],
         report: StoreReport,
         text_of: Callable[[Sequence[int]], str] | None = None,
         position_offset: int = 0,
         given: CachedChunk | None = None,
         patchwork: Patchwork | None = None,
     ) -> TreeNode | None:
-        """Store one chunk under `parent`, which a reader holds; returns its node, which then has
-        that reader instead, or None."""
+        """Store one chunk of `size` bytes under `parent`, which a reader holds; returns its node, which
+        then has that reader instead, or None. `make` is called once there is room for it."""
         tokens = len(span) // TOKEN_BYTES
-        held_tokens = tokens if patchwork is None else len(patchwork.own_positions)
-        size = held_tokens * layout.bytes_per_token
         with self._lock:
             near, common = prefix_tree.best_child(parent, span)
             if near is not None and common == tokens:
@@ -478,17 +480,19 @@ class KVCacheManager:
             pins = self._store.drop(tail, successor=key).pins if tail is not None else 0
             self._store.reserve(key, size)
         try:
-            packed = extract(parent.end, parent.end + tokens)
-            chunk = given or _new_chunk(key, span, parent, layout, packed, position_offset)
-            chunk.parent_hash, chunk.packed, chunk.past_key_values = parent.key, packed, layout.unpack(packed)
-            if patchwork is not None:
-                chunk.patchwork, chunk.recomputed = patchwork, True
+            kv = make()
+            if kv.nbytes != size:
+                raise AssertionError(f"room was made for {size} bytes, the chunk has {kv.nbytes}")
+            chunk = _kept_chunk(key, span, parent, kv, position_offset, patchwork, given)
             if text_of is not None:
                 chunk.text = text_of(chunk.token_ids)
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._store.cancel(key, size)
                 self._store.move_pins(parent, pins)
+                if isinstance(error, UnstorableKVError):
+                    self._refuse(report, str(error))
+                    return None
             raise
         with self._lock:
             node = self._store.insert(parent, span, chunk, size, pins)
@@ -603,20 +607,38 @@ class KVCacheManager:
             store_audit.check(self._store)
 
 
-def _new_chunk(
-    key: str, span: bytes, parent: TreeNode, layout: KVLayout, packed: Packed, position_offset: int
-) -> CachedChunk:
+def _encoded(codec: KVCodec, extract: Callable[[int, int], Packed], start: int, end: int) -> StoredKV:
+    return codec.encode(extract(start, end))
+
+
+def _kept_chunk(
+    key: str,
+    span: bytes,
+    parent: TreeNode,
+    kv: StoredKV,
+    position_offset: int,
+    patchwork: Patchwork | None,
+    given: CachedChunk | None,
+) -> KeptChunk:
+    """The chunk as it is kept; what a `given` one says of itself stays."""
+    if isinstance(given, KeptChunk):
+        return given
     ids: list[int] = np.frombuffer(span, dtype="<u4").tolist()
     start = parent.end + position_offset
-    return CachedChunk(
+    chunk = KeptChunk(
+        kv,
         chunk_id=key,
         text="",
         token_ids=ids,
-        past_key_values=layout.unpack(packed),
         position_start=start,
         position_end=start + len(ids),
         prefix_hash=key,
         content_hash=content_hash_from_tokens(ids),
         parent_hash=parent.key,
-        packed=packed,
+        recomputed=patchwork is not None,
+        patchwork=patchwork,
     )
+    if given is not None:
+        for name in ("text", "position_start", "position_end", "created_at", "access_count", "recomputed"):
+            setattr(chunk, name, getattr(given, name))
+    return chunk

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kvboost import prefix_tree
 from kvboost.content_index import ContentIndex
+from kvboost.kv_codec import KeptChunk
 from kvboost.memory_tier import MemoryTier
 from kvboost.miss_reasons import EvictedChunks, why_missing
-from kvboost.models import CachedChunk
 from kvboost.namespace import Namespace
 from kvboost.prefix_tree import TreeNode
 
@@ -24,7 +24,7 @@ from kvboost.prefix_tree import TreeNode
 class StoreEntry:
     """A chunk with its node in the tree, its true size, and who needs it."""
 
-    chunk: CachedChunk
+    chunk: KeptChunk
     node: TreeNode
     size_bytes: int
     readers: int = 0
@@ -71,7 +71,7 @@ class ChunkStore:
         self.tier.refund(size)
         self._drop_borrowers(key)
 
-    def insert(self, parent: TreeNode, span: bytes, chunk: CachedChunk, size: int, pins: int) -> TreeNode:
+    def insert(self, parent: TreeNode, span: bytes, chunk: KeptChunk, size: int, pins: int) -> TreeNode:
         """Put a chunk into its reserved room; it takes over a reader that holds `parent`."""
         key = chunk.chunk_id
         self.reserved.discard(key)

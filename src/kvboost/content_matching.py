@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvboost import prefix_tree
-from kvboost.arena import Packed
 from kvboost.chunk_store import ChunkStore
-from kvboost.models import CachedChunk
+from kvboost.kv_codec import KeptChunk, StoredKV
 from kvboost.namespace import Namespace
 from kvboost.prefix_tree import TreeNode
 
@@ -23,7 +22,7 @@ from kvboost.prefix_tree import TreeNode
 class ChunkMatch:
     """Prompt tokens `[start, end)` found in `chunk` from its token number `offset` on."""
 
-    chunk: CachedChunk
+    chunk: KeptChunk
     start: int
     end: int
     offset: int = 0
@@ -44,10 +43,10 @@ class ChunkMatch:
 
 @dataclass(frozen=True, eq=False)
 class Overlay:
-    """KV that a chain holds itself: `positions` `[n]` of the prompt, buffers `[rows, n, head_dim]`."""
+    """KV that a chain holds itself: the first n tokens of `kv` stand at `positions` `[n]` of the prompt."""
 
     positions: np.ndarray
-    packed: Packed
+    kv: StoredKV
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,8 @@ def find_chain(store: ChunkStore, raw: bytes, namespace: Namespace) -> ChainMatc
             if (part := piece.within(0, length)) is not None:
                 pieces.append(part)
         own = int(np.searchsorted(chunk.patchwork.own_positions, length))
-        if own and chunk.packed is not None:
-            parts = tuple(part[:, :own] for part in chunk.packed)
-            overlays.append(Overlay(chunk.patchwork.own_positions[:own], parts))
+        if own:
+            overlays.append(Overlay(chunk.patchwork.own_positions[:own], chunk.kv))
     kept = [part for piece in pieces if (part := piece.within(0, length)) is not None]
     donors = frozenset(
         loan.donor

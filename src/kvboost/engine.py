@@ -34,6 +34,7 @@ from kvboost.decode import Decoded, GenerationOptions, Watch
 from kvboost.errors import InvalidRequestError, UnsupportedModelError
 from kvboost.explain import Explanation, explain_spans
 from kvboost.keeper import Keeper
+from kvboost.kv_codec import KVCodec
 from kvboost.models import (
     AssemblyMode,
     GenerationMode,
@@ -150,6 +151,9 @@ class InferenceEngine:
             self.layout = probe_layout(model)
             check_exactness(model, self.layout)
             self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
+        self.codec = KVCodec(
+            self.layout, settings.bits, device=torch.device("cpu") if cache_device == "cpu" else None
+        )
         self.cache_manager = KVCacheManager(
             max_chunks,
             max_cache_bytes,
@@ -171,9 +175,8 @@ class InferenceEngine:
         self._keeper = Keeper(
             self.cache_manager,
             self.chunk_registry,
-            self.layout,
+            self.codec,
             text_of=tokenizer.decode,
-            device=torch.device("cpu") if cache_device == "cpu" else None,
             boundary_tokens=boundary_token_ids(text_config(model).vocab_size, tokenizer.decode)
             if self.chunk_registry.needs_boundaries
             else None,
@@ -544,7 +547,7 @@ class InferenceEngine:
         """
         family = self._namespaces.current("").family
         return snapshot.save(
-            Path(path), self.cache_manager, self.layout, family, self._model_name(), progress=progress
+            Path(path), self.cache_manager, self.codec, family, self._model_name(), progress=progress
         )
 
     def load(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> snapshot.LoadReport:
@@ -554,7 +557,7 @@ class InferenceEngine:
         """
         family = self._namespaces.current("").family
         return snapshot.load(
-            Path(path), self.cache_manager, self.layout, family, self._model_name(), progress=progress
+            Path(path), self.cache_manager, self.codec, family, self._model_name(), progress=progress
         )
 
     def calibrate(
@@ -648,7 +651,7 @@ class InferenceEngine:
     def _encoding(self) -> dict[str, Any]:
         """The settings that change stored KV."""
         encoding: dict[str, Any] = {
-            "kv_cache_bits": self.settings.kv_cache_bits or 16,
+            "kv_cache_bits": self.settings.bits,
             "overlap_k": self.settings.overlap_k,
             "sink_tokens": self.settings.sink_tokens,
             "bit_exact": self.bit_exact,

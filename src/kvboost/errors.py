@@ -3,6 +3,7 @@
 KVBoostError
 ├── InvalidRequestError (ValueError)       a prompt or option that cannot be served
 ├── UnsupportedModelError (ValueError)     a model whose KV cannot be reused safely
+├── UnstorableKVError (ValueError)         KV that the chosen encoding cannot hold
 ├── BuiltinModelMissingError               the built-in model is not installed
 └── CacheFileError                         a saved cache that cannot be used
 """
@@ -20,6 +21,10 @@ class InvalidRequestError(KVBoostError, ValueError):
 
 class UnsupportedModelError(KVBoostError, ValueError):
     """The model keeps its KV in a way that kvboost cannot reuse safely."""
+
+
+class UnstorableKVError(KVBoostError, ValueError):
+    """KV that the chosen encoding cannot hold, such as NaN in integers; the message is the reason."""
 
 
 class BuiltinModelMissingError(KVBoostError):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvboost.arena import Arena, KVLayout
+from kvboost.arena import Arena
 from kvboost.cache_manager import KVCacheManager, StoreReport
 from kvboost.chunk_registry import ChunkRegistry
 from kvboost.content_matching import ChunkMatch
+from kvboost.kv_codec import KVCodec
 from kvboost.models import Loan, Patchwork
 from kvboost.namespace import Namespace
 from kvboost.prompt_assembler import ReusePlan
@@ -28,17 +29,15 @@ class Keeper:
         self,
         cache_manager: KVCacheManager,
         registry: ChunkRegistry,
-        layout: KVLayout,
+        codec: KVCodec,
         *,
         text_of: Callable[[Sequence[int]], str],
-        device: torch.device | None,
         boundary_tokens: frozenset[int] | None = None,
     ) -> None:
         self._manager = cache_manager
         self._registry = registry
-        self._layout = layout
+        self._codec = codec
         self._text_of = text_of
-        self._device = device
         self._boundary_tokens = boundary_tokens
 
     def cuts(self, token_ids: np.ndarray) -> list[int]:
@@ -62,8 +61,8 @@ class Keeper:
             return self._manager.store_prefix(
                 token_ids,
                 self.cuts(token_ids),
-                self._layout,
-                lambda start, end: arena.extract(first + start, first + end, self._device),
+                self._codec,
+                lambda start, end: arena.between(first + start, first + end),
                 namespace,
                 text_of=self._text_of,
                 position_offset=position_offset,
@@ -128,8 +127,8 @@ class Keeper:
             self._manager.store_chain(
                 token_ids,
                 patchwork,
-                self._layout,
-                lambda positions: arena.extract_at(torch.from_numpy(positions), self._device),
+                self._codec,
+                lambda positions: arena.gathered(torch.from_numpy(positions)),
                 namespace,
             )
         except (RuntimeError, MemoryError) as error:

@@ -11,13 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 PastKVType: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 TokenIds: TypeAlias = Sequence[int]
+KVBits: TypeAlias = Literal[4, 8, 16, "k8v4"]  # bits of a stored number; "k8v4" = keys 8, values 4
+BITS: tuple[KVBits, ...] = (16, 8, 4, "k8v4")
 
 
 class GenerationMode(str, Enum):
@@ -114,9 +116,7 @@ class CachedChunk:
     """A slice of tokenized text with its KV, computed at positions `[position_start, position_end)`.
 
     `past_key_values` holds `[1, kv_heads, length, head_dim]` pairs. `chunk_id` is the prefix hash.
-    `parent_hash` is the prefix hash of the chunk before it ("" = none known), and `packed` the
-    buffers `[rows, length, head_dim]` that `past_key_values` are views of, where there are such. With
-    a `patchwork` its tensors hold only the positions that the patchwork calls its own.
+    `parent_hash` is the prefix hash of the chunk before it ("" = none known).
     """
 
     chunk_id: str
@@ -131,8 +131,6 @@ class CachedChunk:
     access_count: int = 0
     recomputed: bool = False
     parent_hash: str = field(default="", kw_only=True)
-    packed: tuple[torch.Tensor, ...] | None = field(default=None, kw_only=True, repr=False)
-    patchwork: Patchwork | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def length(self) -> int:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from kvboost.arena import Arena, KVLayout
+from kvboost.arena import Arena
 from kvboost.cache_manager import ROOT, ContentMatch, KVCacheManager, PrefixMatch
 from kvboost.content_matching import ChainMatch, ChunkMatch
 from kvboost.costs import CostEstimate
@@ -24,6 +24,7 @@ from kvboost.rope import KeyRotation
 
 CHAIN_REASON = "repaired in an earlier request"
 LOSSY_REASON = "prefix, overlap encoding"
+QUANTIZED_REASON = "exact prefix, quantized"
 TOO_SHORT = "too short"
 
 
@@ -116,7 +117,8 @@ class ReusePlan:
             if self.is_lossy(piece):
                 spans += _approximate(piece.start, piece.end, piece.chunk.chunk_id, LOSSY_REASON, again)
             else:
-                spans.append(Span(piece.start, piece.end, Origin.EXACT, donor=piece.chunk.chunk_id))
+                reason = QUANTIZED_REASON if piece.chunk.kv.codec.is_lossy else ""
+                spans.append(Span(piece.start, piece.end, Origin.EXACT, reason, piece.chunk.chunk_id))
         if self.chain_end > self.prefix_end:
             donor = self.content.chain.keys[-1]
             spans.append(Span(self.prefix_end, self.chain_end, Origin.APPROXIMATE, CHAIN_REASON, donor))
@@ -275,7 +277,8 @@ class PromptAssembler:
         for overlay in plan.content.chain.overlays if plan.chain_end > chain_start else ():
             inside = (overlay.positions >= chain_start) & (overlay.positions < plan.chain_end)
             columns = torch.from_numpy(np.flatnonzero(inside))
-            parts = [part.index_select(1, columns.to(part.device)) for part in overlay.packed]
+            own = overlay.kv.decoded(len(overlay.positions))
+            parts = [part.index_select(1, columns.to(part.device)) for part in own]
             arena.place_at(parts, torch.from_numpy(overlay.positions[inside]))
         self._place_moved(plan.moved_pieces, arena)
         arena.set_length(plan.contiguous_end)
@@ -296,7 +299,7 @@ class PromptAssembler:
             pieces = [*plan.pieces, *plan.chain_pieces, *plan.moved_pieces]
             past = None
             if plan.reused:
-                arena = Arena(KVLayout.of(pieces[0].chunk.past_key_values), total)
+                arena = Arena(pieces[0].chunk.kv.codec.layout, total)
                 self.place(plan, arena)
                 arena.set_length(total)
                 where = torch.from_numpy(np.concatenate([np.arange(run.start, run.end) for run in plan.runs]))
@@ -321,9 +324,7 @@ class PromptAssembler:
 
 
 def _copy(piece: ChunkMatch, arena: Arena) -> None:
-    if piece.chunk.packed is not None:
-        end = piece.offset + piece.end - piece.start
-        arena.place([part[:, piece.offset : end] for part in piece.chunk.packed], piece.start)
+    piece.chunk.kv.place(arena, piece.start, piece.offset, piece.offset + piece.end - piece.start)
 
 
 def _stretches(pieces: Sequence[ChunkMatch]) -> Iterator[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvboost.arena import Arena, KVLayout
+from kvboost.arena import Arena, KVLayout, RowRange, row_blocks
 from kvboost.compat import rotary_modules, text_config
 
 GATED_REASON = "gated: rope changes with length"
@@ -164,29 +164,13 @@ class KeyRotation:
 
         Rows of layers with the same turn mostly lie at equal distances, so that one view takes all.
         """
-        groups: dict[tuple[Turn, int, int], list[int]] = {}
+        groups: dict[Turn, list[RowRange]] = {}
         for turn, (rows, _) in zip(self.layers, layout.layers, strict=True):
             if turn is not None:
-                groups.setdefault((turn, rows.slab, rows.end - rows.start), []).append(rows.start)
-        for (turn, slab, heads), firsts in groups.items():
-            positions = slabs[slab][..., start:end, : turn.channels]
-            for run in _equal_steps(sorted(firsts)):
-                rows_between = positions.narrow(-3, run[0], run[-1] + heads - run[0])
-                yield turn, rows_between.unfold(-3, heads, run.step).movedim(-1, -3)
-
-
-def _equal_steps(numbers: list[int]) -> list[range]:
-    """Cut ascending numbers into runs of equal steps, each as a range."""
-    runs: list[range] = []
-    for number in numbers:
-        last = runs[-1] if runs else None
-        if last is not None and len(last) == 1:
-            runs[-1] = range(last[0], number + 1, number - last[0])
-        elif last is not None and number == last[-1] + last.step:
-            runs[-1] = range(last[0], number + 1, last.step)
-        else:
-            runs.append(range(number, number + 1))
-    return runs
+                groups.setdefault(turn, []).append(rows)
+        for turn, ranges in groups.items():
+            for block in row_blocks(ranges):
+                yield turn, block.of(slabs[block.slab][..., start:end, : turn.channels])
 
 
 def _turn_(keys: torch.Tensor, turn: Turn, shift: int) -> None:

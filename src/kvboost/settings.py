@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvboost.errors import InvalidRequestError
-from kvboost.models import RecomputeStrategy
+from kvboost.models import BITS, KVBits, RecomputeStrategy
 
 _Choice = TypeVar("_Choice", bound=Enum)
 CACHE_DEVICES = ("cpu", "model")
@@ -55,9 +55,13 @@ class EngineSettings:
         self._at_least("max_cache_bytes", 0, or_none=True)
         self._at_least("prefill_block", 1, or_none=True)
         self._check_repair()
-        if self.kv_cache_bits not in (16, None):
+        if isinstance(self.kv_cache_bits, bool) or self.kv_cache_bits not in (None, *BITS):
             raise InvalidRequestError(
-                f"kv_cache_bits must be 16 or None in this version, got {self.kv_cache_bits!r}"
+                f'kv_cache_bits must be 16, 8, 4, "k8v4" or None, got {self.kv_cache_bits!r}'
+            )
+        if self.bit_exact and self.bits != 16:
+            raise InvalidRequestError(
+                f"bit_exact needs KV as it was computed: set kv_cache_bits to 16, not {self.kv_cache_bits!r}"
             )
         if self.disk_cache_dir is not None:
             raise InvalidRequestError("disk_cache_dir is not available in this version; leave it out")
@@ -94,6 +98,11 @@ class EngineSettings:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             allowed = f"None or at least {least}" if or_none else f"at least {least}"
             raise InvalidRequestError(f"{name} must be {allowed}, got {value!r}")
+
+    @property
+    def bits(self) -> KVBits:
+        """How many bits a stored number has."""
+        return cast(KVBits, self.kv_cache_bits or 16)
 
     @property
     def block(self) -> int | None:

@@ -23,14 +23,14 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 
-from kvboost.arena import KVLayout
 from kvboost.cache_manager import KVCacheManager, StoredChunk
 from kvboost.errors import CacheFileError
-from kvboost.models import CachedChunk, content_hash_from_tokens, token_bytes
+from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
+from kvboost.models import content_hash_from_tokens, token_bytes
 
 HEADER = "cache.json"
 FORMAT = "kvboost-cache"
-VERSION = 2
+VERSION = 3
 _SHARD_BYTES = 256 << 20
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class LoadReport:
 
 
 def save(
-    folder: Path, manager: KVCacheManager, layout: KVLayout, family: str, model: str, *, progress: bool | None
+    folder: Path, manager: KVCacheManager, codec: KVCodec, family: str, model: str, *, progress: bool | None
 ) -> int:
     """Write all chunks of `family` to `folder`; returns how many."""
     _check_target(folder)
@@ -67,7 +67,8 @@ def save(
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": model,
         "family": family,
-        "layout": _layout_row(layout),
+        "kv_cache_bits": codec.bits,
+        "layout": _layout_row(codec),
         "chunks": rows,
     }
     temporary = folder / f"{HEADER}.{run}"
@@ -79,11 +80,11 @@ def save(
 
 
 def load(
-    folder: Path, manager: KVCacheManager, layout: KVLayout, family: str, model: str, *, progress: bool | None
+    folder: Path, manager: KVCacheManager, codec: KVCodec, family: str, model: str, *, progress: bool | None
 ) -> LoadReport:
     """Put the chunks saved in `folder` into `manager`, as far as there is room."""
     header = read_header(folder)
-    if header["family"] != family or header["layout"] != _layout_row(layout):
+    if header["family"] != family or header["layout"] != _layout_row(codec):
         raise CacheFileError(
             f"{folder} was saved for the model {header['model']} (namespace {header['family'][:12]}); this "
             f"engine has {model} (namespace {family[:12]}): other weights, dtype, device or encoding"
@@ -96,11 +97,11 @@ def load(
         if _is_row(row) and row["shard"] != shard:
             shard = row["shard"]
             tensors = _read_shard(folder / shard)
-        chunk = _chunk_of(row, tensors, layout) if _is_row(row) and row["parent"] not in damaged else None
+        chunk = _chunk_of(row, tensors, codec) if _is_row(row) and row["parent"] not in damaged else None
         if chunk is None:
             report.corrupt += 1
             damaged.add(str(row.get("key")) if isinstance(row, dict) else "")
-        elif manager.restore(StoredChunk(row["namespace"], row["content"], chunk), layout, family):
+        elif manager.restore(StoredChunk(row["namespace"], row["content"], chunk), family):
             report.loaded += 1
         else:
             report.no_room += 1
@@ -137,6 +138,7 @@ _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "checksum": str,
     "position_start": int,
     "length": int,
+    "bytes": int,
     "access_count": int,
     "created_at": (int, float),
 }
@@ -168,8 +170,8 @@ def _shards(chunks: Iterable[StoredChunk]) -> Iterator[list[StoredChunk]]:
         yield shard
 
 
-def _tensors_of(chunk: CachedChunk) -> dict[str, torch.Tensor]:
-    tensors = {f"{chunk.chunk_id}.{i}": part.cpu() for i, part in enumerate(chunk.packed or ())}
+def _tensors_of(chunk: KeptChunk) -> dict[str, torch.Tensor]:
+    tensors = {f"{chunk.chunk_id}.{i}": part.cpu() for i, part in enumerate(chunk.kv.tensors)}
     tensors[f"{chunk.chunk_id}.ids"] = torch.tensor(list(chunk.token_ids), dtype=torch.int32)
     return tensors
 
@@ -183,17 +185,18 @@ def _row_of(stored: StoredChunk) -> dict[str, Any]:
         "content": stored.content_key,
         "position_start": chunk.position_start,
         "length": chunk.length,
+        "bytes": chunk.memory_bytes(),
         "created_at": chunk.created_at,
         "access_count": chunk.access_count,
         "checksum": _checksum(chunk),
     }
 
 
-def _checksum(chunk: CachedChunk) -> str:
+def _checksum(chunk: KeptChunk) -> str:
     """Over key, parent, position, tokens and all tensors."""
     digest = xxhash.xxh3_128(f"{chunk.chunk_id}|{chunk.parent_hash}|{chunk.position_start}|".encode())
     digest.update(token_bytes(chunk.token_ids))
-    for part in chunk.packed or ():
+    for part in chunk.kv.tensors:
         digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
 
@@ -206,22 +209,23 @@ def _read_shard(path: Path) -> dict[str, torch.Tensor]:
         return {}
 
 
-def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], layout: KVLayout) -> CachedChunk | None:
+def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCodec) -> KeptChunk | None:
     """The chunk of a header row, checked against its checksum; None where anything is wrong."""
     key, length = row["key"], row["length"]
-    names = [f"{key}.{index}" for index in range(len(layout.slabs))]
+    specs = codec.specs(max(length, 0))
+    names = [f"{key}.{index}" for index in range(len(specs))]
     if not all(name in tensors for name in [*names, f"{key}.ids"]):
         return None
     ids = tensors[f"{key}.ids"].tolist()
-    packed = tuple(tensors[name].clone() for name in names)
-    shapes = [(spec.rows, length, spec.head_dim) for spec in layout.slabs]
-    if [tuple(part.shape) for part in packed] != shapes or len(ids) != length or min(ids, default=-1) < 0:
+    kept = tuple(tensors[name].clone() for name in names)
+    found = tuple((tuple(part.shape), part.dtype) for part in kept)
+    if found != specs or len(ids) != length or min(ids, default=-1) < 0:
         return None
-    chunk = CachedChunk(
+    chunk = KeptChunk(
+        StoredKV(codec, kept, length),
         chunk_id=key,
         text="",
         token_ids=ids,
-        past_key_values=layout.unpack(packed),
         position_start=row["position_start"],
         position_end=row["position_start"] + length,
         prefix_hash=key,
@@ -229,13 +233,12 @@ def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], layout: KVL
         created_at=row["created_at"],
         access_count=row["access_count"],
         parent_hash=row["parent"],
-        packed=packed,
     )
     return chunk if _checksum(chunk) == row["checksum"] else None
 
 
-def _layout_row(layout: KVLayout) -> list[list[Any]]:
-    return [[str(spec.dtype), spec.rows, spec.head_dim] for spec in layout.slabs]
+def _layout_row(codec: KVCodec) -> list[list[Any]]:
+    return [[str(spec.dtype), spec.rows, spec.head_dim] for spec in codec.layout.slabs]
 
 
 def _sync(path: Path) -> None:

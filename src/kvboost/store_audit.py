@@ -27,7 +27,7 @@ def check(store: ChunkStore) -> None:
         if entry.shields != entry.readers + entry.pins + later:
             raise AssertionError(f"chunk {node.key[:8]} counts its shields wrongly")
         _check_entry(entry, node, evictable=node.key in evictable)
-        for part in entry.chunk.packed or ():
+        for part in entry.chunk.kv.tensors:
             storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     held = sum(entry.size_bytes for entry in entries.values())
     if not pending and (held, len(nodes)) != (tier.used_bytes, tier.used_entries):
@@ -83,5 +83,5 @@ def _check_entry(entry: StoreEntry, node: TreeNode, *, evictable: bool) -> None:
         raise AssertionError(f"chunk {node.key[:8]} has a negative count")
     if entry.is_evictable != evictable:
         raise AssertionError(f"chunk {node.key[:8]} is wrongly evictable or not")
-    if not entry.chunk.packed:
+    if not entry.chunk.kv.tensors:
         raise AssertionError(f"chunk {node.key[:8]} holds no tensors")

@@ -26,7 +26,7 @@ CHATS = ChatSettings(
     question_tokens=(3, 20),
     answer_tokens=(3, 20),
 )
-TOKEN_SIZE = tiny_kv.tiny_layout().bytes_per_token
+TOKEN_SIZE = tiny_kv.tiny_codec().layout.bytes_per_token
 
 
 def turn_of(*parts: range) -> ChatTurn:

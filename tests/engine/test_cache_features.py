@@ -204,7 +204,7 @@ def test_damage_is_left_out_and_never_served(make_engine: MakeEngine, tmp_path: 
         "[]",
         '{"format": "x"}',
         '{"format": "kvboost-cache", "version": 9}',
-        '{"format": "kvboost-cache", "version": 2}',
+        '{"format": "kvboost-cache", "version": 3}',
     ],
 )
 def test_a_damaged_header_is_refused(content: str, make_engine: MakeEngine, tmp_path: Path) -> None:

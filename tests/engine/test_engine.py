@@ -350,7 +350,7 @@ def test_a_failure_while_storing_is_a_miss(make_engine: MakeEngine, monkeypatch:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvboost.arena.Arena.extract", broken)
+        patch.setattr("kvboost.arena.Arena.between", broken)
         assert engine.generate(ids, max_new_tokens=3).token_ids == expected
     assert engine.cache_stats()["refused"] == {"RuntimeError while storing": 1}
     assert engine.generate(ids, max_new_tokens=3).cached_tokens == 0

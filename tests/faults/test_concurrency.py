@@ -13,7 +13,7 @@ import pytest
 from kvboost.arena import Packed
 from kvboost.cache_manager import ROOT, KVCacheManager
 from kvboost.namespace import Namespace
-from tests.unit.fake_kv import LAYOUT, TOKEN_SIZE, check_cover, check_kv, extractor, store, user_chunk
+from tests.unit.fake_kv import CODEC, TOKEN_SIZE, check_cover, check_kv, extractor, store, user_chunk
 
 THREADS = 8
 CHUNK = 4
@@ -78,7 +78,7 @@ def test_threads_hammering_one_store(max_chunks: int | None, max_tokens: int | N
             action = rng.randrange(8)
             if action < 3:
                 cuts = [*range(CHUNK, len(tokens), CHUNK), len(tokens)]
-                manager.store_prefix(tokens, cuts, LAYOUT, slow(tokens), namespace)
+                manager.store_prefix(tokens, cuts, CODEC, slow(tokens), namespace)
             elif action < 6:
                 match = manager.match_prefix(tokens, namespace, hold=True)
                 check_cover(match.matches, match.length)
@@ -129,7 +129,7 @@ def test_the_same_text_stored_by_all_is_stored_once() -> None:
     def work(_number: int) -> None:
         for end in range(4, 41, 4):
             cuts = list(range(CHUNK, end + 1, CHUNK))
-            manager.store_prefix(tokens[:end], cuts, LAYOUT, slow(tokens))
+            manager.store_prefix(tokens[:end], cuts, CODEC, slow(tokens))
 
     in_threads(work)
     manager.check_integrity()
@@ -148,7 +148,7 @@ def test_texts_that_extend_each_other_are_all_found() -> None:
     def work(number: int) -> None:
         for _ in range(10):
             for tokens in (text(number)[: number + 1], text(number)):
-                manager.store_prefix(tokens, [len(tokens)], LAYOUT, slow(tokens))
+                manager.store_prefix(tokens, [len(tokens)], CODEC, slow(tokens))
 
     in_threads(work)
     manager.check_integrity()
@@ -170,7 +170,7 @@ def test_clearing_while_others_store_and_read() -> None:
             if number == 0:
                 manager.clear()
             else:
-                manager.store_prefix(tokens, [len(tokens)], LAYOUT, slow(tokens))
+                manager.store_prefix(tokens, [len(tokens)], CODEC, slow(tokens))
                 check_kv(manager.find_matching_chunks(tokens), tokens)
 
     in_threads(work)

@@ -18,7 +18,7 @@ from kvboost import snapshot
 from kvboost.cache_manager import KVCacheManager
 from kvboost.errors import CacheFileError
 from kvboost.namespace import Namespace
-from tests.unit.fake_kv import LAYOUT, TOKEN_SIZE, check_cover, check_kv, store
+from tests.unit.fake_kv import CODEC, TOKEN_SIZE, check_cover, check_kv, store
 
 CHUNK = 4
 NAMESPACES = (Namespace("a" * 64, "family", "mine"), Namespace("b" * 64, "family", "theirs"))
@@ -36,12 +36,12 @@ def filled() -> KVCacheManager:
 
 
 def save(folder: Path) -> int:
-    return snapshot.save(folder, filled(), LAYOUT, "family", "tiny", progress=False)
+    return snapshot.save(folder, filled(), CODEC, "family", "tiny", progress=False)
 
 
 def load(folder: Path, manager: KVCacheManager | None = None) -> tuple[KVCacheManager, snapshot.LoadReport]:
     manager = manager or KVCacheManager(None, None, chunk_size=CHUNK)
-    report = snapshot.load(folder, manager, LAYOUT, "family", "tiny", progress=False)
+    report = snapshot.load(folder, manager, CODEC, "family", "tiny", progress=False)
     manager.check_integrity()
     return manager, report
 
@@ -245,7 +245,7 @@ def test_a_save_that_fails_leaves_the_one_before_it(tmp_path: Path, monkeypatch:
 
         patch.setattr(snapshot.os, "replace", disk_full)
         with pytest.raises(OSError, match="No space left"):
-            snapshot.save(tmp_path, manager, LAYOUT, "family", "tiny", progress=False)
+            snapshot.save(tmp_path, manager, CODEC, "family", "tiny", progress=False)
     manager.check_integrity()
     manager.clear()
     assert len(manager) == 0, "nothing is held any more"

@@ -98,7 +98,7 @@ def test_chunks_live_where_they_should(make_engine: MakeEngine) -> None:
         engine.warm(ids)
         match = engine.cache_manager.match_prefix(ids, engine._namespaces.current(""))
         for found in match.matches:
-            for part in found.chunk.packed or ():
+            for part in found.chunk.kv.tensors:
                 assert part.device.type == kind
                 assert kind == "cuda" or part.is_pinned()
 

@@ -15,11 +15,13 @@ import torch
 from kvboost.arena import KVLayout, Packed
 from kvboost.cache_manager import ROOT, ChunkMatch, KVCacheManager, StoreReport
 from kvboost.chunk_registry import ChunkRegistry
+from kvboost.kv_codec import KVCodec
 from kvboost.models import CachedChunk, PastKVType, chained_hash, content_hash_from_tokens
 from kvboost.namespace import Namespace
 
 _HEADS = ((1, 2), (2, 3))  # (kv_heads, head_dim) of each layer
 LAYOUT = KVLayout.of(tuple((torch.empty(1, h, 0, d, dtype=torch.float64),) * 2 for h, d in _HEADS))
+CODEC = KVCodec(LAYOUT)
 TOKEN_SIZE = LAYOUT.bytes_per_token
 
 
@@ -54,7 +56,7 @@ def store(
     """Store `tokens` as the engine would, cut at multiples of the manager's chunk size."""
     if cuts is None:
         cuts = ChunkRegistry(manager.chunk_size).cuts(tokens)
-    return manager.store_prefix(tokens, cuts, LAYOUT, extractor(tokens), namespace)
+    return manager.store_prefix(tokens, cuts, CODEC, extractor(tokens), namespace)
 
 
 def user_chunk(tokens: Sequence[int], start: int, end: int, parent: str | None = None) -> CachedChunk:

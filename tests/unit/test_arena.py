@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from kvboost.arena import Arena, KVLayout, Packed, SlabSpec, probe_layout
 from kvboost.compat import CROP_ZERO_EMPTIES
 from kvboost.errors import UnsupportedModelError
+from kvboost.kv_codec import KVCodec
 from kvboost.models import PastKVType
 
 # (kv_heads, key head_dim, value head_dim) of each layer: sizes differ, so there are several slabs.
@@ -30,6 +31,7 @@ def past(tokens: int, batch: int = 1, seed: int = 0, dtype: torch.dtype = torch.
 
 
 LAYOUT = KVLayout.of(past(1))
+CODEC = KVCodec(LAYOUT)
 
 
 def feed(cache: Any, tensors: PastKVType) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -190,9 +192,9 @@ def test_scattering_ends_with_its_block_also_after_an_error() -> None:
 def test_what_was_placed_is_extracted(start: int, tokens: int) -> None:
     arena = Arena(LAYOUT, 10)
     packed = LAYOUT.pack(past(tokens))
-    arena.place(packed, start)
+    CODEC.encode(packed).place(arena, start, 0, tokens)
     arena.set_length(start + tokens)
-    for part, wanted in zip(arena.extract(start, start + tokens), packed, strict=True):
+    for part, wanted in zip(arena.between(start, start + tokens), packed, strict=True):
         assert torch.equal(part, wanted)
     for pair, wanted_pair in zip(arena.as_past_key_values(), past(tokens), strict=True):
         assert torch.equal(pair[0][:, :, start:], wanted_pair[0])
@@ -200,10 +202,10 @@ def test_what_was_placed_is_extracted(start: int, tokens: int) -> None:
         assert not pair[0][:, :, :start].any()
 
 
-def test_extracted_parts_keep_no_larger_storage_alive() -> None:
+def test_kept_parts_keep_no_larger_storage_alive() -> None:
     arena = Arena(LAYOUT, 100)
     feed(arena, past(50))
-    parts: Packed = arena.extract(10, 14)
+    parts: Packed = CODEC.encode(arena.between(10, 14)).tensors
     assert sum(part.untyped_storage().nbytes() for part in parts) == 4 * LAYOUT.bytes_per_token
     wanted = [part.clone() for part in parts]
     for slab in arena.slabs:
@@ -213,7 +215,7 @@ def test_extracted_parts_keep_no_larger_storage_alive() -> None:
 
 def test_placing_fills_all_rows_of_a_batch() -> None:
     arena = Arena(LAYOUT, 8, batch=3)
-    arena.place(LAYOUT.pack(past(4)), 0)
+    CODEC.encode(LAYOUT.pack(past(4))).place(arena, 0, 0, 4)
     arena.set_length(4)
     for pair, wanted in zip(arena.as_past_key_values(), past(4), strict=True):
         assert torch.equal(pair[0], wanted[0].expand(3, -1, -1, -1))

@@ -17,7 +17,7 @@ from kvboost.errors import InvalidRequestError
 from kvboost.models import CachedChunk, chained_hash, content_hash_from_tokens
 from kvboost.namespace import Namespace
 from tests.unit.fake_kv import (
-    LAYOUT,
+    CODEC,
     TOKEN_SIZE,
     check_cover,
     check_kv,
@@ -157,7 +157,7 @@ class ManagerMachine(RuleBasedStateMachine):
         alive = sum(
             part.untyped_storage().nbytes()
             for entry in self.manager._store.entries.values()
-            for part in entry.chunk.packed or ()
+            for part in entry.chunk.kv.tensors
         )
         assert stats["bytes"] == alive
         assert self.max_bytes is None or alive <= self.max_bytes
@@ -249,7 +249,7 @@ def test_storing_again_stores_nothing() -> None:
         calls.append((start, end))
         return extractor(range(10))(start, end)
 
-    report = manager.store_prefix(range(10), [4, 8, 10], LAYOUT, must_not_run)
+    report = manager.store_prefix(range(10), [4, 8, 10], CODEC, must_not_run)
     assert (report.stored, report.present, calls) == (0, 3, [])
     assert manager.stats()["stored_chunks"] == 3
 
@@ -266,7 +266,7 @@ def test_a_start_of_a_stored_chunk_is_there_already() -> None:
 def test_stored_chunks_carry_what_the_contract_says() -> None:
     manager = manager_of()
     tokens = list(range(6))
-    manager.store_prefix(tokens, [4, 6], LAYOUT, extractor(tokens), text_of=lambda ids: f"<{list(ids)}>")
+    manager.store_prefix(tokens, [4, 6], CODEC, extractor(tokens), text_of=lambda ids: f"<{list(ids)}>")
     first, second = (match.chunk for match in manager.find_matching_chunks(tokens))
     assert first.chunk_id == first.prefix_hash == chained_hash(tokens[:4])
     assert second.chunk_id == second.prefix_hash == chained_hash(tokens[4:], first.prefix_hash)
@@ -281,7 +281,7 @@ def test_stored_chunks_carry_what_the_contract_says() -> None:
 def test_positions_count_from_the_offset() -> None:
     manager = manager_of()
     namespace = MINE.at_offset(100)
-    manager.store_prefix(range(6), [4, 6], LAYOUT, extractor(range(6)), namespace, position_offset=100)
+    manager.store_prefix(range(6), [4, 6], CODEC, extractor(range(6)), namespace, position_offset=100)
     chunks = [match.chunk for match in manager.find_matching_chunks(range(6), namespace)]
     assert [(chunk.position_start, chunk.position_end) for chunk in chunks] == [(100, 104), (104, 106)]
     prefix = found(manager, range(6), MINE)
@@ -578,7 +578,7 @@ def test_negative_budgets_are_refused_by_name(arguments: dict[str, int]) -> None
 def test_a_refused_store_does_not_evict_others_for_nothing() -> None:
     """Room that cannot be made is not looked for at the expense of what is there."""
     manager = manager_of(max_tokens=12)
-    manager.store_prefix(range(8), [4, 8], LAYOUT, extractor(range(8)))
+    manager.store_prefix(range(8), [4, 8], CODEC, extractor(range(8)))
     manager.pin(range(8))
     small = [100, 101, 102, 103]
     store(manager, small)

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from kvboost import rope
+from kvboost import arena, rope
 from kvboost.arena import KVLayout, Packed, RowRange, SlabSpec, probe_layout
 from kvboost.rope import (
     LENGTH_REASON,
@@ -500,7 +500,7 @@ def test_long_spans_turn_in_blocks(count_turns: Callable[[], int], monkeypatch: 
 
 @given(numbers=st.sets(st.integers(0, 200), max_size=30))
 def test_runs_of_equal_steps_hold_every_number_once(numbers: set[int]) -> None:
-    runs = rope._equal_steps(sorted(numbers))
+    runs = arena._equal_steps(sorted(numbers))
     assert [number for run in runs for number in run] == sorted(numbers)
 
 

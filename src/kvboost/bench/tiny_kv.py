@@ -13,19 +13,20 @@ import torch
 from kvboost.arena import KVLayout, Packed
 from kvboost.cache_manager import KVCacheManager, StoreReport
 from kvboost.chunk_registry import ChunkRegistry
+from kvboost.kv_codec import KVCodec
 
 
 @cache
-def tiny_layout() -> KVLayout:
+def tiny_codec() -> KVCodec:
     """One layer, one head, one number for each key and value."""
     empty = torch.empty(1, 1, 0, 1)
-    return KVLayout.of(((empty, empty),))
+    return KVCodec(KVLayout.of(((empty, empty),)))
 
 
 def store(manager: KVCacheManager, tokens: np.ndarray) -> StoreReport:
     """Store `tokens` `[tokens]` the way the engine does, with tiny KV."""
     cuts = ChunkRegistry(manager.chunk_size).cuts(tokens)  # type: ignore[arg-type]
-    return manager.store_prefix(tokens, cuts, tiny_layout(), _extract)
+    return manager.store_prefix(tokens, cuts, tiny_codec(), _extract)
 
 
 def _extract(start: int, end: int) -> Packed:

@@ -47,7 +47,7 @@ class Flag:
 
     @property
     def metavar(self) -> str | None:
-        return {count_or_none: "N|none", ratio_or_auto: "SHARE|auto"}.get(self.kind)
+        return {count_or_none: "N|none", ratio_or_auto: "SHARE|auto", bits: "16|8|4|k8v4"}.get(self.kind)
 
 
 def ratio_or_auto(value: Any) -> float | str:
@@ -61,6 +61,14 @@ def ratio_or_auto(value: Any) -> float | str:
     if not 0 <= ratio <= 1:
         raise click.BadParameter(f'expected a number from 0 to 1 or "auto", got {value!r}')
     return ratio
+
+
+def bits(value: Any) -> int | str:
+    """16, 8, 4 or the word k8v4."""
+    word = str(value).lower()
+    if word not in ("16", "8", "4", "k8v4"):
+        raise click.BadParameter(f'expected 16, 8, 4 or "k8v4", got {value!r}')
+    return word if word == "k8v4" else int(word)
 
 
 _COUNT = click.IntRange(min=1)
@@ -103,6 +111,12 @@ ENGINE_FLAGS = (
         "Encode chunks so that each sees only this many tokens before it; 0 = all, which is exact.",
     ),
     Flag("sink_tokens", _LEAST_ZERO, 0, "So many first positions are never reused approximately."),
+    Flag(
+        "kv_cache_bits",
+        bits,
+        16,
+        'Bits of a cached number: 16 (as computed), 8, 4, or "k8v4" (keys 8, values 4).',
+    ),
     Flag(
         "cache_device",
         click.Choice(["cpu", "model"]),

@@ -48,7 +48,7 @@ def summarize(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
         uses = [int(chunk["access_count"]) for chunk in chunks]
         namespaces = {str(chunk["namespace"]) for chunk in chunks}
         shards = {str(chunk["shard"]) for chunk in chunks}
-        kv_bytes = tokens * bytes_per_token(header["layout"])
+        kv_bytes = sum(int(chunk["bytes"]) for chunk in chunks)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CacheFileError(f"the header of {folder} is damaged: {error!r}") from error
     return {
@@ -58,6 +58,7 @@ def summarize(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
         "saved_at": header.get("saved_at"),
         "chunks": len(chunks),
         "tokens": tokens,
+        "kv_cache_bits": header.get("kv_cache_bits"),
         "kv_bytes": kv_bytes,
         "disk_bytes": _disk_bytes(folder),
         "missing_files": sorted(name for name in shards if not (folder / name).is_file()),
@@ -66,14 +67,9 @@ def summarize(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def bytes_per_token(layout: list[Any]) -> int:
-    """Bytes of one token's KV; a layout has a (dtype, rows, head size) for every slab."""
-    import torch
-
-    return sum(
-        getattr(torch, str(dtype).removeprefix("torch.")).itemsize * rows * head_dim
-        for dtype, rows, head_dim in layout
-    )
+def _bits_in_words(bits: Any) -> str:
+    widths = {16: "computed", "k8v4": "8-bit keys and 4-bit values"}
+    return widths.get(bits) or f"{bits}-bit keys and values"
 
 
 def _disk_bytes(folder: Path) -> int:
@@ -104,6 +100,7 @@ def stats_table(summary: dict[str, Any]) -> Table:
         ("chunks", f"{summary['chunks']:,}"),
         ("tokens", f"{summary['tokens']:,}"),
         ("KV", f"{_size(summary['kv_bytes'])} in RAM, {_size(summary['disk_bytes'])} on disk"),
+        ("stored as", _bits_in_words(summary["kv_cache_bits"])),
         ("namespaces", f"{summary['namespaces']:,} (one per salt and offset)"),
     ):
         table.add_row(name, escape(value))
