@@ -33,6 +33,7 @@ bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench eviction --out benchmarks/results
 	$(VENV)/bin/kvboost bench quality --out benchmarks/results
 	$(VENV)/bin/kvboost bench rag --out benchmarks/results
+	$(VENV)/bin/kvboost bench quant --out benchmarks/results
 	$(VENV)/bin/kvboost bench encoding --prompts 12 --prompt-tokens 1000 --out benchmarks/results
 
 format: $(VENV)/.ready

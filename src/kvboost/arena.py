@@ -298,6 +298,11 @@ class Arena(Cache):
             target = part.to(slab.device).expand(slab.shape[0], *part.shape)
             slab.index_copy_(2, positions.to(slab.device), target)
 
+    def clear(self, start: int, end: int) -> None:
+        """Zero positions `[start, end)`."""
+        for slab in self.slabs:
+            slab[:, :, start:end].zero_()
+
     def gathered(self, positions: torch.Tensor) -> Packed:
         """Copies of `positions` `[n]` of row 0, `[rows, n, head_dim]`."""
         return tuple(slab[0].index_select(1, positions.to(slab.device)) for slab in self.slabs)

@@ -368,7 +368,6 @@ class KVCacheManager:
                 f"a chunk of {chunk.length} tokens needs KV [1, kv_heads, {chunk.length}, head_dim] for "
                 f"every layer; got lengths {sorted(lengths)}"
             )
-        codec = KVCodec(KVLayout.of(chunk.past_key_values))
         report = StoreReport()
         with self._lock:
             key = chunk.prefix_hash or chunk.chunk_id
@@ -377,6 +376,7 @@ class KVCacheManager:
                     return True
                 return self._refuse(report, "hash collision")
             parent = self._parent_of(chunk, raw)
+            codec = self._codec_under(parent, KVLayout.of(chunk.past_key_values))
             self._store.num_storing += 1
             self._store.hold(parent.key)
         node: TreeNode | None = None
@@ -385,9 +385,10 @@ class KVCacheManager:
                 parent,
                 raw,
                 codec.bytes_for(chunk.length),
-                lambda: StoredKV(codec, codec.layout.pack(chunk.past_key_values), chunk.length),
+                lambda: codec.encode(codec.layout.pack(chunk.past_key_values)),
                 report,
-                given=dataclasses.replace(chunk, chunk_id=key, prefix_hash=key),
+                given=chunk,
+                key=key,
             )
         finally:
             self._end_storing(node if node is not None else parent)
@@ -442,7 +443,7 @@ class KVCacheManager:
                 return False
             self._store.hold(parent.key)
             node = self._store_span(
-                parent, raw, chunk.kv.nbytes, lambda: chunk.kv, StoreReport(), given=chunk
+                parent, raw, chunk.kv.nbytes, lambda: chunk.kv, StoreReport(), given=chunk, key=chunk.chunk_id
             )
             self._store.unhold(node.key if node is not None else parent.key)
             return node is not None
@@ -458,6 +459,7 @@ class KVCacheManager:
         position_offset: int = 0,
         given: CachedChunk | None = None,
         patchwork: Patchwork | None = None,
+        key: str | None = None,
     ) -> TreeNode | None:
         """Store one chunk of `size` bytes under `parent`, which a reader holds; returns its node, which
         then has that reader instead, or None. `make` is called once there is room for it."""
@@ -466,7 +468,7 @@ class KVCacheManager:
             near, common = prefix_tree.best_child(parent, span)
             if near is not None and common == tokens:
                 return self._already_there(parent, near, span, report)
-            key = given.chunk_id if given is not None else chained_hash_from_bytes(span, parent.key)
+            key = key or chained_hash_from_bytes(span, parent.key)
             if key in self._store.entries or key in self._store.reserved:
                 self._refuse(report, "hash collision" if key in self._store.entries else "being stored")
                 return None
@@ -477,7 +479,8 @@ class KVCacheManager:
                 fits_at_all = self._store.tier.could_ever_fit(size)
                 self._refuse(report, "no room" if fits_at_all else "larger than the budget")
                 return None
-            pins = self._store.drop(tail, successor=key).pins if tail is not None else 0
+            replaced = self._store.drop(tail, successor=key) if tail is not None else None
+            pins = replaced.pins if replaced is not None else 0
             self._store.reserve(key, size)
         try:
             kv = make()
@@ -488,8 +491,7 @@ class KVCacheManager:
                 chunk.text = text_of(chunk.token_ids)
         except BaseException as error:
             with self._lock:
-                self._store.cancel(key, size)
-                self._store.move_pins(parent, pins)
+                self._store.cancel(key, size, parent, replaced)
                 if isinstance(error, UnstorableKVError):
                     self._refuse(report, str(error))
                     return None
@@ -511,6 +513,12 @@ class KVCacheManager:
             return None  # nothing can follow inside a longer chunk
         self._store.hand_on(parent, near)
         return near
+
+    def _codec_under(self, parent: TreeNode, layout: KVLayout) -> KVCodec:
+        """How a chunk made elsewhere is kept: as its parent is, where that has the same layout."""
+        entry = self._store.entries.get(parent.key)
+        above = entry.chunk.kv.codec if entry is not None else None
+        return above if above is not None and above.layout == layout else KVCodec(layout)
 
     def _parent_of(self, chunk: CachedChunk, raw: bytes) -> TreeNode:
         key = chunk.prefix_hash or chunk.chunk_id
@@ -621,7 +629,7 @@ def _kept_chunk(
     given: CachedChunk | None,
 ) -> KeptChunk:
     """The chunk as it is kept; what a `given` one says of itself stays."""
-    if isinstance(given, KeptChunk):
+    if isinstance(given, KeptChunk) and given.kv is kv:
         return given
     ids: list[int] = np.frombuffer(span, dtype="<u4").tolist()
     start = parent.end + position_offset

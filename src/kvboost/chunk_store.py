@@ -64,12 +64,36 @@ class ChunkStore:
         self.tier.keep(size)
         self.reserved.add(key)
 
-    def cancel(self, key: str, size: int) -> None:
-        """Give back the room of a chunk that was not made."""
+    def cancel(self, key: str, size: int, parent: TreeNode, replaced: StoreEntry | None) -> None:
+        """Give back the room of a chunk that was not made; what it was to replace comes back."""
         self.reserved.discard(key)
         self.tier.keep(-size, -1)
         self.tier.refund(size)
+        if replaced is not None:
+            self._redirect(key, replaced.chunk.chunk_id)
+            self._put_back(parent, replaced)
         self._drop_borrowers(key)
+
+    def _put_back(self, parent: TreeNode, entry: StoreEntry) -> None:
+        """Take a dropped chunk in again, unless its room or its place is taken by now."""
+        key = entry.chunk.chunk_id
+        if key not in self.entries and self.tier.fits(entry.size_bytes):
+            self.tier.charge(entry.size_bytes)
+            node = prefix_tree.insert(parent, entry.node.tokens, key, None)
+            kept = StoreEntry(
+                entry.chunk, node, entry.size_bytes, root_key=entry.root_key, discounted=entry.discounted
+            )
+            self.entries[key] = kept
+            self._register(kept)
+            self.tier.touch(key, kept.uses)
+            self.update_evictable(key)
+            if not parent.is_root:
+                self.update_evictable(parent.key)
+        if key in self.entries:
+            self.move_pins(self.entries[key].node, entry.pins)
+        else:
+            self._drop_borrowers(key)
+            self.move_pins(parent, entry.pins)
 
     def insert(self, parent: TreeNode, span: bytes, chunk: KeptChunk, size: int, pins: int) -> TreeNode:
         """Put a chunk into its reserved room; it takes over a reader that holds `parent`."""

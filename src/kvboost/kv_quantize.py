@@ -18,9 +18,10 @@ from typing import Literal
 import torch
 
 from kvboost.errors import InvalidRequestError, UnstorableKVError
-from kvboost.models import BITS, KVBits, PastKVType
+from kvboost.models import KVBits, PastKVType, is_width
 
 NOT_FINITE = "not finite"
+TOO_LARGE = "too large to be quantized"
 
 # The row's largest number is scaled to at least 2**9 and below 2**10, so that float16 holds steps and
 # minima of any size, and a Hadamard rotation of up to 1,024 channels does not overflow it.
@@ -37,13 +38,14 @@ class Scheme:
     """How one tensor `[..., tokens, head_dim]` is quantized.
 
     `per` says what shares a step: numbers of one "channel" over `group` tokens, or numbers of one "token"
-    over `group` channels (all of them where `group` does not divide the head size).
+    over `group` channels (all of them where `group` does not divide the head size). With `hadamard` above 1,
+    blocks of at most so many channels are rotated first.
     """
 
     bits: Literal[4, 8]
     per: Literal["channel", "token"]
     group: int
-    hadamard: bool = False
+    hadamard: int = 1
     keep_first: bool = True
 
     @property
@@ -65,11 +67,11 @@ class Scheme:
 # Chosen by measurement (docs/quantization.md).
 KEYS: dict[int, Scheme] = {
     8: Scheme(8, "channel", 64),
-    4: Scheme(4, "channel", 32, hadamard=True),
+    4: Scheme(4, "channel", 32, hadamard=64),
 }
 VALUES: dict[int, Scheme] = {
     8: Scheme(8, "token", 64),
-    4: Scheme(4, "token", 64, hadamard=True),
+    4: Scheme(4, "token", 64, hadamard=16),
 }
 
 
@@ -85,7 +87,7 @@ def schemes(bits: KVBits) -> tuple[Scheme, Scheme] | None:
 
 def check_bits(bits: object) -> None:
     """Raise unless `bits` is a supported width."""
-    if isinstance(bits, bool) or bits not in BITS:
+    if not is_width(bits):
         raise InvalidRequestError(f'bits must be 16, 8, 4 or "k8v4", got {bits!r}')
 
 
@@ -151,7 +153,8 @@ def quantize_kv(kv: PastKVType, bits: KVBits = 8) -> QuantizedKV:
     """Quantize `[batch, kv_heads, tokens, head_dim]` pairs: keys per channel, values per token.
 
     `bits` is 8, 4, "k8v4" (8-bit keys, 4-bit values), or 16, which passes the tensors through. The result
-    lies where `kv` does. KV that is not finite is refused with `UnstorableKVError`.
+    lies where `kv` does. KV that is not finite, or close to its type's largest number, is refused with
+    `UnstorableKVError`.
     """
     chosen = schemes(bits)
     if not kv or any(tensor.dim() != 4 for pair in kv for tensor in pair):
@@ -199,13 +202,15 @@ def quantize(tensor: torch.Tensor, scheme: Scheme) -> QuantizedTensor:
     largest = work.abs().amax((-2, -1), keepdim=True)
     if not bool(torch.isfinite(largest).all()):
         raise UnstorableKVError(NOT_FINITE)
+    if tensor.dtype is not torch.float16 and bool((largest > torch.finfo(tensor.dtype).max / 2).any()):
+        raise UnstorableKVError(TOO_LARGE)  # half a step further there is only infinity
     exponents = (torch.frexp(largest).exponent - _TOP_EXPONENT).clamp_min_(_LEAST_EXPONENT).to(torch.int16)
     work.mul_(_power_of_two(-exponents, work.dtype))
     first = work[..., :1, :].to(torch.float16)
     if scheme.keep_first and tokens > 1:
         work[..., 0, :] = work[..., 1, :]  # it shall not widen its group
-    if scheme.hadamard:
-        work = _rotated(work)
+    if scheme.hadamard > 1:
+        work = _rotated(work, scheme.hadamard)
     grouped = [_group_view(part, scheme) for part in _whole_and_rest(work, scheme)]
     axis = _axis(scheme)
     lows = [_rounded_down(part.amin(axis)) for part in grouped]
@@ -244,27 +249,28 @@ def dequantize_into(quantized: QuantizedTensor, out: torch.Tensor, start: int = 
     end = start + out.shape[-2]
     work_dtype = torch.promote_types(out.dtype, torch.float32)
     unit = _power_of_two(quantized.exponents, work_dtype)
+    rotated = scheme.hadamard > 1
     # Rotated numbers may be larger than the type allows: they are scaled when they are back.
-    early = unit if not scheme.hadamard else torch.ones_like(unit)
+    early = torch.ones_like(unit) if rotated else unit
     steps, minima = quantized.steps * early, quantized.minima * early
+    direct = not rotated and out.dtype == work_dtype
     for first, last in _pieces(start, end, scheme):
-        codes = _unpack(quantized.codes[..., first:last, :], quantized.head_dim, scheme, work_dtype)
         target = out[..., first - start : last - start, :]
-        part = _group_view(codes, scheme)
-        rows = (
-            slice(first // scheme.group, -(-last // scheme.group))
-            if scheme.per == "channel"
-            else slice(first, last)
-        )
-        low = minima[..., rows, :].unsqueeze(_axis(scheme))
-        step = steps[..., rows, :].unsqueeze(_axis(scheme))
-        if not scheme.hadamard and out.dtype == work_dtype:
-            torch.addcmul(low, part, step, out=_group_view(target, scheme))
+        numbers = target if direct else torch.empty_like(target, dtype=work_dtype)
+        _unpack_into(numbers, quantized.codes[..., first:last, :], scheme)
+        part = _group_view(numbers, scheme)
+        groups = _groups_of(first, last, scheme)
+        low = minima[..., groups, :].unsqueeze(_axis(scheme))
+        step = steps[..., groups, :].unsqueeze(_axis(scheme))
+        if scheme.per == "channel":
+            torch.addcmul(low, part, step, out=part)
+        else:  # faster where a whole row has one step
+            part.mul_(step).add_(low)
+        if direct:
             continue
-        numbers = _ungroup(torch.addcmul(low, part, step, out=part), scheme)
-        if scheme.hadamard:
-            numbers = _rotated(numbers).mul_(unit)
-        if out.dtype is torch.float16:  # half a step beyond its largest number there is only infinity
+        if rotated:
+            numbers = _rotated(numbers, scheme.hadamard).mul_(unit)
+        if out.dtype is torch.float16:  # its largest numbers are not so rare that they could be refused
             numbers.clamp_(-_FLOAT16_MAX, _FLOAT16_MAX)
         target.copy_(numbers)
     if scheme.keep_first and start == 0 < end:
@@ -298,6 +304,13 @@ def _pieces(start: int, end: int, scheme: Scheme) -> Iterator[tuple[int, int]]:
             last = end - end % scheme.group
         yield start, last
         start = last
+
+
+def _groups_of(first: int, last: int, scheme: Scheme) -> slice:
+    """Which rows of steps belong to tokens `[first, last)`."""
+    if scheme.per == "token":
+        return slice(first, last)
+    return slice(first // scheme.group, -(-last // scheme.group))
 
 
 def _group_view(part: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -353,20 +366,19 @@ def _pack(codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return low | (high << 4)
 
 
-def _unpack(codes: torch.Tensor, head_dim: int, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
-    """The codes as numbers `[..., tokens, head_dim]` of their own."""
+def _unpack_into(numbers: torch.Tensor, codes: torch.Tensor, scheme: Scheme) -> None:
+    """Write the codes as numbers `[..., tokens, head_dim]`."""
     if scheme.bits == 8:
-        return codes.to(dtype)
+        numbers.copy_(codes)
+        return
     half = codes.shape[-1]
-    numbers = torch.empty(*codes.shape[:-1], head_dim, dtype=dtype, device=codes.device)
     numbers[..., :half] = codes & 15
-    numbers[..., half:] = (codes >> 4)[..., : head_dim - half]
-    return numbers
+    numbers[..., half:] = (codes >> 4)[..., : numbers.shape[-1] - half]
 
 
-def _rotated(numbers: torch.Tensor) -> torch.Tensor:
-    """`[..., head_dim]` through an orthonormal Hadamard matrix, which is its own inverse."""
-    size = numbers.shape[-1] & -numbers.shape[-1]  # the largest power of two that divides it
+def _rotated(numbers: torch.Tensor, most: int) -> torch.Tensor:
+    """`[..., head_dim]` through orthonormal Hadamard matrices of at most so many channels, own inverses."""
+    size = min(most, numbers.shape[-1] & -numbers.shape[-1])  # the largest power of two that divides it
     if size == 1:
         return numbers
     blocks = torch.matmul(_cut(numbers, -1, size), _hadamard(size, numbers.dtype, numbers.device))

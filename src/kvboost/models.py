@@ -22,6 +22,11 @@ KVBits: TypeAlias = Literal[4, 8, 16, "k8v4"]  # bits of a stored number; "k8v4"
 BITS: tuple[KVBits, ...] = (16, 8, 4, "k8v4")
 
 
+def is_width(bits: object) -> bool:
+    """Whether `bits` is one of `BITS`, and not just a number that equals one."""
+    return type(bits) in (int, str) and bits in BITS
+
+
 class GenerationMode(str, Enum):
     """How much of the cache a request may use."""
 

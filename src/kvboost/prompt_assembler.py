@@ -103,6 +103,12 @@ class ReusePlan:
         return sum(run.end - run.start for run in self.runs)
 
     @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Stretches of the prompt that are not reused."""
+        edges = [0, *(edge for run in self.runs for edge in (run.start, run.end)), self.total]
+        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+
+    @property
     def contiguous_end(self) -> int:
         """How far the reused tokens reach without a gap from the start."""
         return max(self.prefix_end, self.chain_end)
@@ -281,6 +287,10 @@ class PromptAssembler:
             parts = [part.index_select(1, columns.to(part.device)) for part in own]
             arena.place_at(parts, torch.from_numpy(overlay.positions[inside]))
         self._place_moved(plan.moved_pieces, arena)
+        if plan.needs_repair:
+            # What is not filled yet is masked, but a mask does not stop the NaN of an earlier request.
+            for start, end in plan.gaps:
+                arena.clear(start, end)
         arena.set_length(plan.contiguous_end)
 
     def _place_moved(self, pieces: Sequence[ChunkMatch], arena: Arena) -> None:

@@ -138,24 +138,32 @@ class KeyRotation:
     layers: tuple[Turn | None, ...]
 
     def rotate_(
-        self, slabs: Sequence[torch.Tensor], layout: KVLayout, start: int, end: int, shift: int
+        self,
+        slabs: Sequence[torch.Tensor],
+        layout: KVLayout,
+        start: int,
+        end: int,
+        shift: int | torch.Tensor,
     ) -> None:
         """Move the keys at positions `[start, end)` of all layers by `shift`, in place.
 
-        `slabs` are `[..., rows, tokens, head_dim]` as `layout` says. The scale stays: what a rope
-        type multiplies into its cos and sin (yarn) is in the keys already.
+        `shift` is one number, or one for each of them `[end - start]`. `slabs` are `[..., rows, tokens,
+        head_dim]` as `layout` says. The scale stays: what a rope type multiplies into its cos and sin
+        (yarn) is in the keys already.
         """
         tokens = min(slab.shape[-2] for slab in slabs)
         if not 0 <= start <= end <= tokens:
             raise ValueError(f"expected 0 <= start <= end <= {tokens} tokens, got [{start}, {end})")
-        if shift == 0 or start == end:
+        if start == end or (isinstance(shift, int) and shift == 0):
             return
         for turn, keys in self._views(slabs, layout, start, end):
             on_cpu = keys.device.type == "cpu"
             limit = _CPU_BLOCK_ELEMENTS * torch.get_num_threads() if on_cpu else _GPU_BLOCK_ELEMENTS
             per_token = keys.numel() // keys.shape[-2]
-            for block in torch.split(keys, max(1, limit // per_token), dim=-2):
-                _turn_(block, turn, shift)
+            size = max(1, limit // per_token)
+            for number, block in enumerate(torch.split(keys, size, dim=-2)):
+                here = shift if isinstance(shift, int) else shift[number * size : (number + 1) * size]
+                _turn_(block, turn, here)
 
     def _views(
         self, slabs: Sequence[torch.Tensor], layout: KVLayout, start: int, end: int
@@ -173,14 +181,15 @@ class KeyRotation:
                 yield turn, block.of(slabs[block.slab][..., start:end, : turn.channels])
 
 
-def _turn_(keys: torch.Tensor, turn: Turn, shift: int) -> None:
+def _turn_(keys: torch.Tensor, turn: Turn, shift: int | torch.Tensor) -> None:
     """Turn `[..., tokens, channels]` in place by `shift` positions, with one rounding at the end."""
     if keys.dtype not in (torch.float32, torch.float64):
         exact = keys.float()
         _turn_(exact, turn, shift)
         keys.copy_(exact)
         return
-    cos, sin = _cos_sin(turn.inv_freq, shift, keys.device, keys.dtype)
+    of_shift = _cos_sin if isinstance(shift, torch.Tensor) else _cos_sin_of_one
+    cos, sin = of_shift(turn.inv_freq, shift, keys.device, keys.dtype)  # type: ignore[arg-type]
     pairs = len(turn.inv_freq)
     if turn.interleaved:
         torch.view_as_complex(torch.unflatten(keys, -1, (pairs, 2))).mul_(torch.complex(cos, sin))
@@ -192,13 +201,22 @@ def _turn_(keys: torch.Tensor, turn: Turn, shift: int) -> None:
     torch.addcmul(first_part, second, cos, out=second)
 
 
-@lru_cache(maxsize=64)
 def _cos_sin(
+    inv_freq: tuple[float, ...], shifts: torch.Tensor, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin `[tokens, pairs]` of shifts `[tokens]`, or `[pairs]` of one.
+
+    The angle is taken in float64: it may be thousands of turns.
+    """
+    angles = shifts.cpu().double().unsqueeze(-1) * torch.tensor(inv_freq, dtype=torch.float64)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+@lru_cache(maxsize=64)
+def _cos_sin_of_one(
     inv_freq: tuple[float, ...], shift: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin `[pairs]` of a shift. The angle is taken in float64: it may be thousands of turns."""
-    angles = torch.tensor(inv_freq, dtype=torch.float64) * shift
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    return _cos_sin(inv_freq, torch.tensor(shift), device, dtype)
 
 
 def learn_rotation(model: Any, layout: KVLayout) -> KeyRotation | str:

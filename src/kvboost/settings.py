@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, TypeVar, cast
 
 from kvboost.errors import InvalidRequestError
-from kvboost.models import BITS, KVBits, RecomputeStrategy
+from kvboost.models import KVBits, RecomputeStrategy, is_width
 
 _Choice = TypeVar("_Choice", bound=Enum)
 CACHE_DEVICES = ("cpu", "model")
@@ -55,7 +55,7 @@ class EngineSettings:
         self._at_least("max_cache_bytes", 0, or_none=True)
         self._at_least("prefill_block", 1, or_none=True)
         self._check_repair()
-        if isinstance(self.kv_cache_bits, bool) or self.kv_cache_bits not in (None, *BITS):
+        if self.kv_cache_bits is not None and not is_width(self.kv_cache_bits):
             raise InvalidRequestError(
                 f'kv_cache_bits must be 16, 8, 4, "k8v4" or None, got {self.kv_cache_bits!r}'
             )

@@ -31,14 +31,14 @@ SCHEMES = [
     *VALUES.values(),
     Scheme(4, "token", 64),
     Scheme(4, "channel", 32, keep_first=False),
-    Scheme(8, "token", 16, hadamard=True),
+    Scheme(8, "token", 16, hadamard=8),
 ]
-IDS = [f"{s.bits}-{s.per}-{s.group}{'-hadamard' * s.hadamard}" for s in SCHEMES]
+IDS = [f"{s.bits}-{s.per}-{s.group}{'-hadamard' * (s.hadamard > 1)}" for s in SCHEMES]
 
 
-def hadamard(head_dim: int) -> torch.Tensor:
+def hadamard(head_dim: int, most: int) -> torch.Tensor:
     """Written down once more, by its definition: the sign is the parity of the common bits."""
-    size = head_dim & -head_dim
+    size = min(most, head_dim & -head_dim)
     signs = [[(-1) ** (i & j).bit_count() / math.sqrt(size) for j in range(size)] for i in range(size)]
     return torch.block_diag(*[torch.tensor(signs, dtype=torch.float64)] * (head_dim // size))
 
@@ -90,21 +90,21 @@ def test_no_number_is_off_by_more_than_half_a_stored_step(scheme: Scheme, tensor
     """In the coordinates that are quantized; with a Hadamard rotation those are the rotated ones."""
     scheme = dataclasses.replace(scheme, keep_first=False)
     quantized = quantize(tensor, scheme)
-    back = dequantize(quantized, tensor.dtype if not scheme.hadamard else torch.float64)
+    back = dequantize(quantized, tensor.dtype if scheme.hadamard == 1 else torch.float64)
     wanted, got = tensor.double(), back.double()
     # The ulp of a group's largest number: sums and rotations are rounded at its size.
     largest = wanted.abs().amax((-2, -1), keepdim=True)
     slack = ulp(
-        largest, torch.promote_types(tensor.dtype, torch.float32) if scheme.hadamard else tensor.dtype
+        largest, torch.promote_types(tensor.dtype, torch.float32) if scheme.hadamard > 1 else tensor.dtype
     )
-    if scheme.hadamard:
-        matrix = hadamard(tensor.shape[-1])
+    if scheme.hadamard > 1:
+        matrix = hadamard(tensor.shape[-1], scheme.hadamard)
         wanted, got = wanted @ matrix, got @ matrix
         slack = slack * 16  # the rotation adds up head_dim numbers
     assert ((got - wanted).abs() <= steps_of(quantized) / 2 + slack).all()
 
 
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES if not s.hadamard], ids=lambda s: f"{s.bits}-{s.per}")
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.hadamard == 1], ids=lambda s: f"{s.bits}-{s.per}")
 @given(tensor=tensors())
 @settings(deadline=None, max_examples=60)
 def test_steps_are_no_larger_than_they_must_be(scheme: Scheme, tensor: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ def test_any_stretch_of_tokens_is_the_same_as_in_the_whole(
     start = data.draw(st.integers(0, quantized.tokens))
     end = data.draw(st.integers(start, quantized.tokens))
     part = dequantize(quantized, tensor.dtype, start, end)
-    if scheme.hadamard:  # matrix products of other shapes may add up in another order
+    if scheme.hadamard > 1:  # matrix products of other shapes may add up in another order
         size = whole.abs().amax().double()
         slack = float(ulp(size, tensor.dtype)) + float(size) * 1e-6
         torch.testing.assert_close(part.double(), whole[..., start:end, :].double(), rtol=0, atol=slack)
@@ -171,8 +171,8 @@ def test_encoding_what_was_decoded_hardly_adds_to_the_error(scheme: Scheme, tens
     once = dequantize(quantized, torch.float64)
     again = dequantize(quantize(once, scheme), torch.float64)
     # a minimum that is off by a rounding error may go down by a float16's last digit
-    slack = once.abs().amax((-2, -1), keepdim=True) * 2.0**-10 * 8**scheme.hadamard
-    rotated_steps = steps_of(quantized).amax() if scheme.hadamard else steps_of(quantized)
+    slack = once.abs().amax((-2, -1), keepdim=True) * 2.0**-10 * 8 ** (scheme.hadamard > 1)
+    rotated_steps = steps_of(quantized).amax() if scheme.hadamard > 1 else steps_of(quantized)
     assert ((again - once).abs() <= rotated_steps * 0.02 + slack).all()
 
 
@@ -184,6 +184,14 @@ def test_what_is_not_finite_is_refused(bits: Any, value: float) -> None:
     with pytest.raises(UnstorableKVError, match="not finite"):
         quantize_kv(kv, bits)
     assert dequantize_kv(quantize_kv(kv, 16))[1][0] is kv[1][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_numbers_that_could_come_back_as_infinity_are_refused(dtype: torch.dtype) -> None:
+    kv = kv_of(tokens=5, dtype=dtype)
+    kv[1][1][0, 1, 3, 2] = torch.finfo(dtype).max
+    with pytest.raises(UnstorableKVError, match="too large"):
+        quantize_kv(kv, 8)
 
 
 def kv_of(
@@ -241,11 +249,11 @@ def test_odd_shapes(bits: Any, head_dim: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4, "k8v4"])
-@pytest.mark.parametrize("number", [0.0, 1.0, -3.3e38, 1e-40, 1e30])
+@pytest.mark.parametrize("number", [0.0, 1.0, -1.6e38, 1e-40, 1e30])
 def test_constant_tensors_and_numbers_of_any_size(bits: Any, number: float) -> None:
     kv = ((torch.full((1, 2, 40, 16), number), torch.full((1, 2, 40, 16), number)),)
     for got in dequantize_kv(quantize_kv(kv, bits))[0]:
-        torch.testing.assert_close(got, kv[0][0], rtol=5e-3, atol=1e-41)
+        torch.testing.assert_close(got, kv[0][0], rtol=2e-2, atol=1e-41)
 
 
 @pytest.mark.parametrize("bits", [8, 4, "k8v4"])

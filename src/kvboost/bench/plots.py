@@ -122,6 +122,41 @@ def plot_first_tokens(record: dict[str, Any], folder: Path) -> list[Path]:
     return _save(figure, record, folder)
 
 
+def plot_bytes(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Bytes against error: a point per way to quantize, the engine's own widths named large."""
+    figure, axes = _figure(7.2, 4.6)
+    for name, error in record["errors"].items():
+        bits, _, other = name.partition(", ")
+        width = record["widths"][bits]
+        colour = _COLOURS["deviation"] if "per token" in name else _COLOURS["random" if other else "guided"]
+        mean = max(error["kl_mean"], 1e-9)
+        below = max(mean - max(error["kl_mean_low"], mean / 100), 0.0)
+        axes.errorbar(
+            width["bytes_of_float16"],
+            mean,
+            yerr=[[below], [max(error["kl_mean_high"] - mean, 0.0)]],
+            marker="." if other else "o",
+            capsize=2,
+            elinewidth=0.8,
+            color=colour,
+        )
+        axes.annotate(
+            name,
+            (width["bytes_of_float16"], mean),
+            xytext=(7, -2),
+            textcoords="offset points",
+            fontsize=6 if other else 9,
+            color=colour,
+        )
+    axes.set_yscale("log")
+    axes.set_xlim(0.28, 0.72)
+    axes.set_xlabel("bytes of a whole chunk, against float16")
+    axes.set_ylabel("mean KL from unquantized reuse, nats (lower is better)")
+    axes.set_title(_title(record, f"{record['settings']['prompts']} prompts"), loc="left", fontsize=9)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    return _save(figure, record, folder)
+
+
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     require_matplotlib()
     from matplotlib.figure import Figure

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvboost.cli.bench_encoding import encoding
+from kvboost.cli.bench_quant import quant
 from kvboost.cli.bench_reuse import quality, rag
 from kvboost.cli.bench_store import eviction, lookup
 from kvboost.cli.counts import read_counts
@@ -39,6 +40,7 @@ bench.add_command(eviction)
 bench.add_command(quality)
 bench.add_command(rag)
 bench.add_command(encoding)
+bench.add_command(quant)
 
 
 @bench.command()
