@@ -10,6 +10,7 @@ Knows tensors, no store and no model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -202,8 +203,10 @@ def quantize(tensor: torch.Tensor, scheme: Scheme) -> QuantizedTensor:
     largest = work.abs().amax((-2, -1), keepdim=True)
     if not bool(torch.isfinite(largest).all()):
         raise UnstorableKVError(NOT_FINITE)
-    if tensor.dtype is not torch.float16 and bool((largest > torch.finfo(tensor.dtype).max / 2).any()):
-        raise UnstorableKVError(TOO_LARGE)  # half a step further there is only infinity
+    # Half a step further there is only infinity, and a rotation adds up numbers.
+    limit = torch.finfo(work.dtype).max / (2 * math.sqrt(scheme.hadamard))
+    if bool((largest > limit).any()):
+        raise UnstorableKVError(TOO_LARGE)
     exponents = (torch.frexp(largest).exponent - _TOP_EXPONENT).clamp_min_(_LEAST_EXPONENT).to(torch.int16)
     work.mul_(_power_of_two(-exponents, work.dtype))
     first = work[..., :1, :].to(torch.float16)
@@ -249,11 +252,8 @@ def dequantize_into(quantized: QuantizedTensor, out: torch.Tensor, start: int = 
     end = start + out.shape[-2]
     work_dtype = torch.promote_types(out.dtype, torch.float32)
     unit = _power_of_two(quantized.exponents, work_dtype)
-    rotated = scheme.hadamard > 1
-    # Rotated numbers may be larger than the type allows: they are scaled when they are back.
-    early = torch.ones_like(unit) if rotated else unit
-    steps, minima = quantized.steps * early, quantized.minima * early
-    direct = not rotated and out.dtype == work_dtype
+    steps, minima = quantized.steps * unit, quantized.minima * unit
+    direct = scheme.hadamard == 1 and out.dtype == work_dtype
     for first, last in _pieces(start, end, scheme):
         target = out[..., first - start : last - start, :]
         numbers = target if direct else torch.empty_like(target, dtype=work_dtype)
@@ -268,9 +268,9 @@ def dequantize_into(quantized: QuantizedTensor, out: torch.Tensor, start: int = 
             part.mul_(step).add_(low)
         if direct:
             continue
-        if rotated:
-            numbers = _rotated(numbers, scheme.hadamard).mul_(unit)
-        if out.dtype is torch.float16:  # its largest numbers are not so rare that they could be refused
+        if scheme.hadamard > 1:
+            numbers = _rotated(numbers, scheme.hadamard)
+        if out.dtype is torch.float16:  # half a step beyond its largest number there is only infinity
             numbers.clamp_(-_FLOAT16_MAX, _FLOAT16_MAX)
         target.copy_(numbers)
     if scheme.keep_first and start == 0 < end:
