@@ -11,6 +11,7 @@ Knows tensors, no store and no model.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,8 @@ TOO_LARGE = "too large to be quantized"
 # minima of any size, and a Hadamard rotation of up to 1,024 channels does not overflow it.
 _TOP_EXPONENT = 10
 _LEAST_EXPONENT = -112  # numbers below 2**-112 lose precision rather than overflow the scaling
+_MOST_SCRATCH_BYTES = 64 << 20
+_buffers = threading.local()
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 # Steps are rounded up unless they miss by this share: then re-encoding what was decoded gives the same
 # steps, and the group's largest number still comes back within a thousandth of a step.
@@ -199,7 +202,7 @@ def quantize(tensor: torch.Tensor, scheme: Scheme) -> QuantizedTensor:
     tokens, head_dim = tensor.shape[-2:]
     if tokens == 0 or head_dim == 0:
         raise InvalidRequestError(f"there is nothing to quantize in shape {list(tensor.shape)}")
-    work = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    work = _scratch("numbers", tensor, torch.promote_types(tensor.dtype, torch.float32)).copy_(tensor)
     largest = work.abs().amax((-2, -1), keepdim=True)
     if not bool(torch.isfinite(largest).all()):
         raise UnstorableKVError(NOT_FINITE)
@@ -213,7 +216,7 @@ def quantize(tensor: torch.Tensor, scheme: Scheme) -> QuantizedTensor:
     if scheme.keep_first and tokens > 1:
         work[..., 0, :] = work[..., 1, :]  # it shall not widen its group
     if scheme.hadamard > 1:
-        work = _rotated(work, scheme.hadamard)
+        work = _rotated(work, scheme.hadamard, _scratch("rotated", work, work.dtype))
     grouped = [_group_view(part, scheme) for part in _whole_and_rest(work, scheme)]
     axis = _axis(scheme)
     lows = [_rounded_down(part.amin(axis)) for part in grouped]
@@ -256,7 +259,7 @@ def dequantize_into(quantized: QuantizedTensor, out: torch.Tensor, start: int = 
     direct = scheme.hadamard == 1 and out.dtype == work_dtype
     for first, last in _pieces(start, end, scheme):
         target = out[..., first - start : last - start, :]
-        numbers = target if direct else torch.empty_like(target, dtype=work_dtype)
+        numbers = target if direct else _scratch("numbers", target, work_dtype)
         _unpack_into(numbers, quantized.codes[..., first:last, :], scheme)
         part = _group_view(numbers, scheme)
         groups = _groups_of(first, last, scheme)
@@ -269,7 +272,7 @@ def dequantize_into(quantized: QuantizedTensor, out: torch.Tensor, start: int = 
         if direct:
             continue
         if scheme.hadamard > 1:
-            numbers = _rotated(numbers, scheme.hadamard)
+            numbers = _rotated(numbers, scheme.hadamard, _scratch("rotated", target, work_dtype))
         if out.dtype is torch.float16:  # half a step beyond its largest number there is only infinity
             numbers.clamp_(-_FLOAT16_MAX, _FLOAT16_MAX)
         target.copy_(numbers)
@@ -376,13 +379,33 @@ def _unpack_into(numbers: torch.Tensor, codes: torch.Tensor, scheme: Scheme) -> 
     numbers[..., half:] = (codes >> 4)[..., : numbers.shape[-1] - half]
 
 
-def _rotated(numbers: torch.Tensor, most: int) -> torch.Tensor:
-    """`[..., head_dim]` through orthonormal Hadamard matrices of at most so many channels, own inverses."""
+def _rotated(numbers: torch.Tensor, most: int, out: torch.Tensor) -> torch.Tensor:
+    """`[..., head_dim]` through orthonormal Hadamard matrices of at most so many channels, own inverses.
+
+    Both tensors are contiguous; `out` may be used for the result.
+    """
     size = min(most, numbers.shape[-1] & -numbers.shape[-1])  # the largest power of two that divides it
     if size == 1:
         return numbers
-    blocks = torch.matmul(_cut(numbers, -1, size), _hadamard(size, numbers.dtype, numbers.device))
-    return blocks.reshape(numbers.shape)
+    matrix = _hadamard(size, numbers.dtype, numbers.device)
+    torch.mm(numbers.view(-1, size), matrix, out=out.view(-1, size))
+    return out
+
+
+def _scratch(use: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor of that shape to write to. On a CPU it is the last one of that use, where it fits.
+
+    Fresh memory for every chunk would cost more than the arithmetic: page faults tripled the time.
+    """
+    if like.device.type != "cpu":
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+    kept: dict[tuple[str, torch.dtype], torch.Tensor] = _buffers.__dict__.setdefault("kept", {})
+    buffer = kept.get((use, dtype))
+    if buffer is None or buffer.numel() < like.numel():
+        buffer = torch.empty(like.numel(), dtype=dtype)
+        if buffer.nbytes <= _MOST_SCRATCH_BYTES:
+            kept[use, dtype] = buffer
+    return buffer[: like.numel()].view(like.shape)
 
 
 @lru_cache(maxsize=32)

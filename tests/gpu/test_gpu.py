@@ -62,6 +62,32 @@ def test_bit_exact(architecture: str, dtype: torch.dtype, cache_device: str, mak
         assert result.token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("cache_device", ["cpu", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "error"), [(8, 0.05), ("k8v4", 0.3), (4, 0.5)])
+def test_quantized_kv_stays_close(
+    bits: Any, error: float, dtype: torch.dtype, cache_device: str, make_engine: MakeEngine
+) -> None:
+    engine = make_engine("llama", device="cuda", dtype=dtype, kv_cache_bits=bits, cache_device=cache_device)
+    shared = random_ids(150, seed=12)
+    engine.warm(shared)
+    engine.cache_manager.check_integrity()
+    prompt = shared[:131] + random_ids(20, seed=13)
+    _, expected = generate_with_logits(engine, prompt, mode="baseline", max_new_tokens=1)
+    engine._workspace.drop()  # what is left in the arena was never quantized
+    result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=1)
+    assert result.cached_tokens == 131
+    assert {span.reason for span in result.spans if span.origin.value == "exact"} == {
+        "exact prefix, quantized"
+    }
+    assert 0 < (logits - expected).norm() <= error * expected.norm()
+    match = engine.cache_manager.match_prefix(shared, engine.namespace())
+    for found in match.matches:
+        for part in found.chunk.kv.tensors:
+            assert part.device.type == ("cuda" if cache_device == "model" else "cpu")
+            assert part.is_cuda or part.is_pinned()
+
+
 def _shaped_like_8b() -> Any:
     """A random model with the layer shapes of an 8B model, few layers deep."""
     return tiny_model(

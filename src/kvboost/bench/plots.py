@@ -44,7 +44,9 @@ def plot_error(record: dict[str, Any], folder: Path) -> list[Path]:
     """Error against speed-up: mean KL of all prompts over the time until the KV is ready."""
     figure, axes = _figure(7.2, 4.6)
     for method, colour in _COLOURS.items():
-        results = [result for result in record["results"] if result["method"] == method]
+        results = [
+            result for result in record["results"] if result["method"] == method and result["bits"] == 16
+        ]
         if results:
             _draw_method(axes, results, _NAMES.get(method, method), colour)
     axes.set_yscale("log")

@@ -20,6 +20,7 @@ from kvboost.bench.record import machine_record
 from kvboost.calibration import Calibration
 from kvboost.documents import Case, groups_of, make_cases
 from kvboost.errors import InvalidRequestError
+from kvboost.models import BITS, KVBits
 from kvboost.quality import METHODS, Measured, ReuseTrial
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
@@ -35,14 +36,19 @@ _RESAMPLES = 2_000
 
 @dataclass(frozen=True)
 class Variant:
-    """A method of repair, with the share of tokens that it may recompute where it takes one."""
+    """A method of repair, with the share of tokens that it may recompute where it takes one.
+
+    `bits` are those of the cached KV.
+    """
 
     method: str
     ratio: float | None = None
+    bits: KVBits = 16
 
     @property
     def name(self) -> str:
-        return self.method if self.ratio is None else f"{self.method} {self.ratio:.0%}"
+        name = self.method if self.ratio is None else f"{self.method} {self.ratio:.0%}"
+        return name if self.bits == 16 else f"{name}, {self.bits} bits"
 
 
 @dataclass(frozen=True)
@@ -60,19 +66,24 @@ class QualitySettings:
     fact_tokens: int = 24
     budgets: tuple[float, ...] = (0.02, 0.03, 0.05)
     seed: int = 0
+    bits: tuple[KVBits, ...] = (8, "k8v4", 4)  # guided at the target ratio, over KV quantized so
     extra_guided: tuple[float, ...] = ()  # ratios of guided that only the budgets need
 
     @property
     def variants(self) -> list[Variant]:
-        return [Variant("guided", ratio) for ratio in self.extra_guided] + [
-            variant
-            for method in self.methods
-            for variant in (
-                [Variant(method, ratio) for ratio in sorted(self.ratios)]
-                if method in WITH_RATIO
-                else [Variant(method)]
-            )
-        ]
+        return (
+            [Variant("guided", ratio) for ratio in self.extra_guided]
+            + [
+                variant
+                for method in self.methods
+                for variant in (
+                    [Variant(method, ratio) for ratio in sorted(self.ratios)]
+                    if method in WITH_RATIO
+                    else [Variant(method)]
+                )
+            ]
+            + [Variant("guided", TARGET_RATIO, bits) for bits in self.bits]
+        )
 
     def check(self) -> None:
         """Raise where nothing sensible could be measured."""
@@ -115,13 +126,15 @@ def run(
     groups = groups_of(settings.documents, settings.prompt_tokens)
     machine = machine_record(engine.model.get_input_embeddings().weight.device)
     fact_engines = _fact_engines(settings, open_engine)
+    engines: dict[KVBits, Any] = {16: engine}
+    engines |= {bits: open_engine(kv_cache_bits=bits) for bits in settings.bits}
     outcomes = []
     for number, case in enumerate(make_cases(engine.tokenizer, groups, settings.prompts, settings.seed)):
         report(number, settings.prompts, f"{case.group}, {len(case.prompt.token_ids)} tokens")
         asks = fact_engines if number < settings.facts else {}
-        outcomes.append(_measure(engine, case, settings, asks, Random(settings.seed + number)))
-    for fact_engine in fact_engines.values():
-        fact_engine.close()
+        outcomes.append(_measure(engines, case, settings, asks, Random(settings.seed + number)))
+    for opened in [*fact_engines.values(), *(engines[bits] for bits in settings.bits)]:
+        opened.close()
     report(settings.prompts, settings.prompts, "done")
     results = summaries(outcomes, settings.variants)
     return {
@@ -150,15 +163,22 @@ def _fact_engines(settings: QualitySettings, open_engine: OpenEngine) -> dict[st
 
 
 def _measure(
-    engine: Any, case: Case, settings: QualitySettings, fact_engines: dict[str, Any], random: Random
+    engines: dict[KVBits, Any],
+    case: Case,
+    settings: QualitySettings,
+    fact_engines: dict[str, Any],
+    random: Random,
 ) -> Outcome:
-    """All variants in random order on the same cache, which is empty again afterwards."""
-    _read(engine, case)
+    """All variants in random order on the same caches, which are empty again afterwards."""
+    engine = engines[16]
+    for of_width in engines.values():
+        _read(of_width, case)
     trial = ReuseTrial(engine, case.prompt.token_ids, settings.continuation_tokens)
     outcome = Outcome(case.group, len(case.prompt.token_ids), trial.baseline_seconds)
     for variant in random.sample(settings.variants, len(settings.variants)):
-        outcome.found[variant] = trial.measure(variant.method, variant.ratio or 0.0)
-    engine.clear()
+        outcome.found[variant] = trial.measure(variant.method, variant.ratio or 0.0, engines[variant.bits])
+    for of_width in engines.values():
+        of_width.clear()
     if fact_engines:
         answer = _until_end(trial.answer_ids[: settings.fact_tokens], engine.tokenizer.eos_token_id)
         outcome.facts["baseline"] = case.prompt.asked.is_in(engine.tokenizer.decode(answer))
@@ -191,6 +211,7 @@ def summaries(outcomes: Sequence[Outcome], variants: Iterable[Variant]) -> list[
         {
             "method": variant.method,
             "ratio": variant.ratio,
+            "bits": variant.bits,
             "groups": {name: _summary(of_group, variant) for name, of_group in by_group.items()},
         }
         for variant in variants
@@ -258,7 +279,10 @@ def _row(outcome: Outcome) -> dict[str, Any]:
 
 def sorted_variants(outcome: Outcome) -> list[Variant]:
     """The variants of an outcome in the order of the methods, then by ratio."""
-    return sorted(outcome.found, key=lambda variant: (METHODS.index(variant.method), variant.ratio or 0.0))
+    return sorted(
+        outcome.found,
+        key=lambda variant: (BITS.index(variant.bits), METHODS.index(variant.method), variant.ratio or 0.0),
+    )
 
 
 def fact_scores(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
@@ -287,7 +311,7 @@ def targets(results: Sequence[dict[str, Any]], settings: QualitySettings) -> lis
     Where every group counts, the value is that of the worst one, and equal is not enough.
     """
     errors = {
-        Variant(result["method"], result["ratio"]): {
+        Variant(result["method"], result["ratio"], result["bits"]): {
             name: summary["kl_mean"] for name, summary in result["groups"].items()
         }
         for result in results

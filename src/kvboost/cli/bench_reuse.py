@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title, verdict
 from kvboost.cli.counts import read_counts
+from kvboost.cli.options import bits as read_bits
 from kvboost.cli.options import engine_options
 
 METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
@@ -50,6 +51,13 @@ def read_names(
         if name not in allowed:
             raise click.BadParameter(f"expected some of {', '.join(allowed)}, got {name!r}")
     return names
+
+
+def read_widths(_context: click.Context, _option: click.Parameter, value: str) -> tuple[Any, ...]:
+    """A callback for options: `8,k8v4` becomes (8, "k8v4"), and `none` nothing."""
+    return (
+        () if value == "none" else tuple(dict.fromkeys(read_bits(part.strip()) for part in value.split(",")))
+    )
 
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,6 +124,13 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     callback=read_shares,
     help="Errors (max_kl) to be held on prompts that were not calibrated with.",
 )
+@click.option(
+    "--bits",
+    default="8,k8v4,4",
+    show_default=True,
+    callback=read_widths,
+    help='Widths of cached KV that guided at 10% is measured with beside 16; "none" = no other.',
+)
 @shared_options
 @engine_options
 def quality(
@@ -127,6 +142,7 @@ def quality(
     continuation: int,
     facts: int,
     budgets: tuple[float, ...],
+    bits: tuple[Any, ...],
     model: str,
     seed: int,
     out: Path | None,
@@ -158,10 +174,14 @@ def quality(
         facts=min(facts, prompts),
         budgets=budgets,
         seed=seed,
+        bits=bits if "guided" in methods else (),
     )
     settings.check()
     prepare(out, plot=plot)
-    with opened(model, engine_options, COMPARED) as (engine, open_engine), bar() as report:
+    with (
+        opened(model, engine_options, (*COMPARED, "kv_cache_bits")) as (engine, open_engine),
+        bar() as report,
+    ):
         calibration = None
         if budgets and "guided" in methods:
             calibration = engine.calibrate(report=lambda done, total: report(done, total, "calibrating"))
@@ -217,7 +237,8 @@ def _in_sections(table: Table, results: list[dict[str, Any]]) -> Iterator[dict[s
 
 def _row_name(result: dict[str, Any]) -> str:
     name = result["method"].replace("_", " ")
-    return name if result["ratio"] is None else f"{name} {result['ratio']:.0%}"
+    name = name if result["ratio"] is None else f"{name} {result['ratio']:.0%}"
+    return name if result["bits"] == 16 else f"{name}, {result['bits']} bits"
 
 
 def facts_line(record: dict[str, Any]) -> str:
