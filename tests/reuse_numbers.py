@@ -46,7 +46,8 @@ def quality_table() -> str:
         "| computed again | share | mean KL | alone, 4 | alone, 8 | behind, 4 | behind, 8 | same top token |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    results = {(row["method"], row["ratio"]): row["groups"] for row in record("quality-cuda")["results"]}
+    rows = [row for row in record("quality-cuda")["results"] if row["bits"] == 16]
+    results = {(row["method"], row["ratio"]): row["groups"] for row in rows}
     for key in SHOWN:
         groups = results[key]
         errors = " | ".join(f"{groups[name]['kl_mean']:.4f}" for name in GROUPS)

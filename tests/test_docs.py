@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import readme_numbers, reuse_numbers
+from tests import quant_numbers, readme_numbers, reuse_numbers
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -48,8 +48,24 @@ def test_numbers_of_moved_text_are_those_of_the_result_files() -> None:
     assert reuse_numbers.rag_table() in README
 
 
+def test_numbers_of_quantization_are_those_of_the_result_files() -> None:
+    document = (ROOT / "docs" / "quantization.md").read_text()
+    for part in quant_numbers.PARTS:
+        assert part() in document, part.__name__
+    for name in ("quant-cpu", "quality-cuda"):
+        assert reuse_numbers.machine(name) in document
+    assert quant_numbers.readme_line() in README
+
+
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/how-reuse-works.md", "docs/architecture.md", "docs/log.md"]
+    "name",
+    [
+        "README.md",
+        "docs/how-reuse-works.md",
+        "docs/quantization.md",
+        "docs/architecture.md",
+        "docs/log.md",
+    ],
 )
 def test_links_exist(name: str) -> None:
     path = ROOT / name

@@ -20,7 +20,7 @@ from kvboost.arena import Arena, KVLayout
 from kvboost.cacheblend import CacheBlendRecompute
 from kvboost.models import AssemblyMode, ReusedRun
 from kvboost.namespace import Namespace
-from kvboost.prompt_assembler import PromptAssembler
+from kvboost.prompt_assembler import PromptAssembler, ReusePlan
 from kvboost.repair import RepairStrategy, positions_of
 from kvboost.selective_recompute import SelectiveRecompute
 
@@ -126,17 +126,10 @@ class ReuseTrial:
 
     def measure_strategy(self, strategy: RepairStrategy | None, engine: ReusesText | None = None) -> Measured:
         """Like `measure`, with a strategy of one's own."""
-        engine, total = engine or self._engine, len(self._ids)
+        engine = engine or self._engine
         started = time.perf_counter()
-        arena = Arena(engine.layout, total + len(self.answer_ids))
-        namespace = engine.namespace()
-        with engine.assembler.planned(
-            self._ids, namespace, limit=total - 1, mode=AssemblyMode.CHUNK_REUSE
-        ) as plan:
-            engine.assembler.place(plan, arena)
-        runs = plan.repair_runs
         with decode.running(engine.model, fast=True):
-            recomputed = repair.complete(engine.model, self._ids, arena, runs, strategy, end=total - 1)
+            arena, plan, recomputed = self._filled(strategy, engine)
             seconds = time.perf_counter() - started
             log_probs = self._continuation(arena)
         kl = (self._reference.exp() * (self._reference - log_probs)).sum(-1)
@@ -148,6 +141,31 @@ class ReuseTrial:
             recomputed_tokens=len(recomputed),
             seconds=seconds,
         )
+
+    def answer(self, method: str, ratio: float, tokens: int) -> list[int]:
+        """The greedy answer of `tokens` tokens over what `method` makes of the engine's store."""
+        model, answer = self._engine.model, [int(self._ids[-1])]
+        device = model.get_input_embeddings().weight.device
+        with decode.running(model, fast=True), torch.no_grad():
+            arena, _, _ = self._filled(strategy_of(method, ratio), self._engine)
+            for _ in range(tokens):
+                fed = torch.tensor([answer[-1:]], device=device)
+                answer.append(int(model(fed, past_key_values=arena, use_cache=True).logits[0, -1].argmax()))
+        return answer[1:]
+
+    def _filled(
+        self, strategy: RepairStrategy | None, engine: ReusesText
+    ) -> tuple[Arena, ReusePlan, np.ndarray]:
+        """An arena with all but the prompt's last token, and what was reused and computed again for it."""
+        total = len(self._ids)
+        arena = Arena(engine.layout, total + len(self.answer_ids))
+        with engine.assembler.planned(
+            self._ids, engine.namespace(), limit=total - 1, mode=AssemblyMode.CHUNK_REUSE
+        ) as plan:
+            engine.assembler.place(plan, arena)
+        runs = plan.repair_runs
+        recomputed = repair.complete(engine.model, self._ids, arena, runs, strategy, end=total - 1)
+        return arena, plan, recomputed
 
     def _continuation(self, arena: Arena) -> torch.Tensor:
         """Log-probabilities `[continuation, vocab]` along the reference's own continuation."""

@@ -47,7 +47,9 @@ class FakeTrial:
 
     def __init__(self, engine: FakeEngine, prompt_ids: np.ndarray, continuation_tokens: int) -> None:
         assert continuation_tokens == 32
-        self.calls: list[tuple[str, float]] = []
+        self.calls: list[tuple[str, float, int | str]] = []
+        self.asked: list[str] = []
+        self.prompt_ids: list[int] = prompt_ids.tolist()
         self.warmed = list(engine.warmed)
         assert all(self._is_cached(ids, prompt_ids.tolist()) for ids in self.warmed)
         self.baseline_seconds = 2.0
@@ -59,9 +61,15 @@ class FakeTrial:
         tail = ",".join(map(str, read_before[-60:]))
         return tail in ",".join(map(str, prompt))
 
-    def measure(self, method: str, ratio: float) -> Measured:
-        self.calls.append((method, ratio))
+    def measure(self, method: str, ratio: float, engine: FakeEngine) -> Measured:
+        assert engine.warmed == self.warmed
+        self.calls.append((method, ratio, engine.options.get("kv_cache_bits", 16)))
         return measured(method, ratio)
+
+    def answer(self, method: str, ratio: float, tokens: int) -> list[int]:
+        assert (ratio, tokens) == (0.1, 8)
+        self.asked.append(method)
+        return self.prompt_ids if method == "guided" else self.answer_ids
 
 
 class FakeModel:
@@ -69,11 +77,6 @@ class FakeModel:
 
     def get_input_embeddings(self) -> Any:
         return torch.nn.Embedding(2, 2)
-
-
-class FakeResult:
-    def __init__(self, output_text: str) -> None:
-        self.output_text = output_text
 
 
 class FakeEngine:
@@ -86,7 +89,6 @@ class FakeEngine:
         self.options = options
         self.warmed: list[list[int]] = []
         self.trials: list[FakeTrial] = []
-        self.asked = 0
         self.closed = False
 
     def warm(self, token_ids: list[int]) -> None:
@@ -97,12 +99,6 @@ class FakeEngine:
 
     def close(self) -> None:
         self.closed = True
-
-    def generate(self, prompt: list[int], _max_new_tokens: int) -> FakeResult:
-        assert self.warmed
-        self.asked += 1
-        text = self.tokenizer.decode(prompt)
-        return FakeResult(text if self.options["selector"] == "guided" else "no idea")
 
 
 @pytest.fixture
@@ -153,25 +149,23 @@ def test_everything_is_measured_on_every_prompt(tokenizer: Any, monkeypatch: pyt
 
     quality.run(engine, "fake", SMALL, open_engine)
     assert len(engine.trials) == 8
-    expected = {(variant.method, variant.ratio or 0.0) for variant in SMALL.variants}
-    assert all(set(trial.calls) == expected and len(trial.calls) == 10 for trial in engine.trials)
+    expected = {(variant.method, variant.ratio or 0.0, variant.bits) for variant in SMALL.variants}
+    assert all(set(trial.calls) == expected and len(trial.calls) == 13 for trial in engine.trials)
     assert engine.trials[0].calls != engine.trials[1].calls  # in another order
     assert [len(trial.warmed) for trial in engine.trials] == [2, 3] * 4
-    assert [one.options for one in opened] == [
-        {"selector": "guided", "recompute_ratio": 0.1},
-        {"selector": "deviation", "recompute_ratio": 0.1},
-    ]
-    assert all(one.asked == 4 and one.closed and not one.warmed for one in opened)
+    assert [trial.asked for trial in engine.trials] == [["guided", "deviation"]] * 4 + [[]] * 4
+    assert [one.options for one in opened] == [{"kv_cache_bits": bits} for bits in (8, "k8v4", 4)]
+    assert all(one.closed and not one.warmed for one in opened)
 
 
 def test_the_record(record: dict[str, Any]) -> None:
     assert record["benchmark"] == "quality"
     assert list(record["groups"]) == ["alone-2", "alone-3", "behind-2", "behind-3"]
-    names = [(result["method"], result["ratio"]) for result in record["results"]]
-    assert names == [(variant.method, variant.ratio) for variant in SMALL.variants]
+    names = [(result["method"], result["ratio"], result["bits"]) for result in record["results"]]
+    assert names == [(variant.method, variant.ratio, variant.bits) for variant in SMALL.variants]
     for result in record["results"]:
         assert list(result["groups"]) == [OVERALL, *record["groups"]]
-    guided = record["results"][names.index(("guided", 0.1))]["groups"][OVERALL]
+    guided = record["results"][names.index(("guided", 0.1, 16))]["groups"][OVERALL]
     assert guided["kl_mean"] == pytest.approx(0.04)
     assert guided["kl_mean_low"] <= guided["kl_mean"] <= guided["kl_mean_high"]
     assert guided["recomputed_share"] == pytest.approx(0.1)
@@ -200,13 +194,15 @@ def test_an_answer_ends_at_its_end_token() -> None:
     assert quality._until_end([5, 6], None) == [5, 6]
 
 
-def test_without_facts_no_further_engine_is_opened(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_other_widths_no_further_engine_is_opened(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quality, "ReuseTrial", FakeTrial)
 
     def open_engine(**options: Any) -> Any:
         raise AssertionError(options)
 
-    settings = replace(SMALL, prompts=1, facts=0, methods=("nothing",))
+    settings = replace(SMALL, prompts=1, facts=0, methods=("nothing",), bits=())
     record = quality.run(FakeEngine(tokenizer), "fake", settings, open_engine)
     assert record["facts"] is None
     assert record["budgets"] == record["targets"] == []
@@ -223,6 +219,9 @@ def test_only_some_methods_take_a_ratio() -> None:
         "nothing",
         "guided 10%",
         "guided 20%",
+        "guided 10%, 8 bits",
+        "guided 10%, k8v4 bits",
+        "guided 10%, 4 bits",
     ]
     assert {variant.method for variant in QualitySettings().variants} == set(METHODS)
 
@@ -307,7 +306,9 @@ def test_ratios_that_only_a_budget_needs_are_measured_too(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quality, "ReuseTrial", FakeTrial)
-    settings = replace(SMALL, prompts=1, facts=0, methods=("guided",), ratios=(0.1,), budgets=(0.03,))
+    settings = replace(
+        SMALL, prompts=1, facts=0, methods=("guided",), ratios=(0.1,), budgets=(0.03,), bits=()
+    )
     calibration = calibrated({0.5: 0.02})
     record = quality.run(FakeEngine(tokenizer), "fake", settings, lambda **_: None, calibration=calibration)
     assert record["budgets"][0]["ratio"] == 0.5

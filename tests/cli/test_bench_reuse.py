@@ -57,8 +57,9 @@ def test_defaults_are_those_of_the_settings() -> None:
                 value = getattr(settings, name)
                 default = option.default
                 if isinstance(value, tuple):
-                    kind = type(value[0])
-                    default = tuple(kind(part) for part in str(default).split(","))
+                    default = tuple(
+                        type(one)(part) for one, part in zip(value, str(default).split(","), strict=True)
+                    )
                 assert default == value, name
 
 
@@ -102,7 +103,12 @@ def test_a_small_quality_run(tiny_folder: str, tmp_path: Path, monkeypatch: pyte
     assert record == json.loads((tmp_path / "quality-cpu.json").read_text())
     assert list(record["groups"]) == ["alone-2", "behind-2"]
     assert all(group["reused_share"] > 0.5 for group in record["groups"].values())
-    errors = {(r["method"], r["ratio"]): r["groups"]["overall"] for r in record["results"]}
+    errors = {(r["method"], r["ratio"]): r["groups"]["overall"] for r in record["results"] if r["bits"] == 16}
+    quantized = {r["bits"]: r["groups"]["overall"] for r in record["results"] if r["bits"] != 16}
+    assert list(quantized) == [8, "k8v4", 4]
+    assert all(
+        row["recomputed_share"] == errors["guided", 0.1]["recomputed_share"] for row in quantized.values()
+    )
     assert len(set(errors) - {("guided", budget["ratio"]) for budget in record["budgets"]}) >= 9
     assert len(record["budgets"]) == 3
     assert errors["all", None]["kl_mean"] < 1e-6 < errors["nothing", None]["kl_mean"]

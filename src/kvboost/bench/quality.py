@@ -115,8 +115,8 @@ def run(
     """Measure all prompts and return the record; `report` hears what is being done.
 
     With `calibration`, the model's own, the ratios that it gives for the budgets are measured too.
-    `open_engine` opens engines of other settings, for the facts. The caches need room for everything:
-    open them with `max_chunks=None`.
+    `open_engine` opens engines of other widths. The caches need room for everything: open them with
+    `max_chunks=None`.
     """
     settings.check()
     if calibration is not None:
@@ -125,16 +125,15 @@ def run(
         settings = dataclasses.replace(settings, extra_guided=tuple(sorted(extra)))
     groups = groups_of(settings.documents, settings.prompt_tokens)
     machine = machine_record(engine.model.get_input_embeddings().weight.device)
-    fact_engines = _fact_engines(settings, open_engine)
     engines: dict[KVBits, Any] = {16: engine}
     engines |= {bits: open_engine(kv_cache_bits=bits) for bits in settings.bits}
     outcomes = []
     for number, case in enumerate(make_cases(engine.tokenizer, groups, settings.prompts, settings.seed)):
         report(number, settings.prompts, f"{case.group}, {len(case.prompt.token_ids)} tokens")
-        asks = fact_engines if number < settings.facts else {}
-        outcomes.append(_measure(engines, case, settings, asks, Random(settings.seed + number)))
-    for opened in [*fact_engines.values(), *(engines[bits] for bits in settings.bits)]:
-        opened.close()
+        random = Random(settings.seed + number)
+        outcomes.append(_measure(engines, case, settings, random, ask=number < settings.facts))
+    for bits in settings.bits:
+        engines[bits].close()
     report(settings.prompts, settings.prompts, "done")
     results = summaries(outcomes, settings.variants)
     return {
@@ -152,13 +151,6 @@ def run(
     }
 
 
-def _fact_engines(settings: QualitySettings, open_engine: OpenEngine) -> dict[str, Any]:
-    if not settings.facts:
-        return {}
-    methods = [method for method in FACT_METHODS if method in settings.methods]
-    return {method: open_engine(selector=method, recompute_ratio=TARGET_RATIO) for method in methods}
-
-
 # --- one prompt ----------------------------------------------------------------------------------
 
 
@@ -166,8 +158,9 @@ def _measure(
     engines: dict[KVBits, Any],
     case: Case,
     settings: QualitySettings,
-    fact_engines: dict[str, Any],
     random: Random,
+    *,
+    ask: bool,
 ) -> Outcome:
     """All variants in random order on the same caches, which are empty again afterwards."""
     engine = engines[16]
@@ -177,16 +170,15 @@ def _measure(
     outcome = Outcome(case.group, len(case.prompt.token_ids), trial.baseline_seconds)
     for variant in random.sample(settings.variants, len(settings.variants)):
         outcome.found[variant] = trial.measure(variant.method, variant.ratio or 0.0, engines[variant.bits])
+    if ask:
+        answers = {"baseline": trial.answer_ids[: settings.fact_tokens]}
+        for method in (method for method in FACT_METHODS if method in settings.methods):
+            answers[method] = trial.answer(method, TARGET_RATIO, settings.fact_tokens)
+        for who, answer in answers.items():
+            text = engine.tokenizer.decode(_until_end(answer, engine.tokenizer.eos_token_id))
+            outcome.facts[who] = case.prompt.asked.is_in(text)
     for of_width in engines.values():
         of_width.clear()
-    if fact_engines:
-        answer = _until_end(trial.answer_ids[: settings.fact_tokens], engine.tokenizer.eos_token_id)
-        outcome.facts["baseline"] = case.prompt.asked.is_in(engine.tokenizer.decode(answer))
-    for method, fact_engine in fact_engines.items():
-        _read(fact_engine, case)
-        result = fact_engine.generate(case.prompt.token_ids.tolist(), settings.fact_tokens)
-        outcome.facts[method] = case.prompt.asked.is_in(result.output_text)
-        fact_engine.clear()
     return outcome
 
 

@@ -151,14 +151,21 @@ def _cases(engine: Any, settings: QuantSettings) -> Iterator[Case]:
     """Questions over documents, from short to long, whose documents fit the range of cached tokens."""
     lengths = np.linspace(settings.least, settings.most, settings.prompts)
     for number, wanted in enumerate(lengths):
-        share = max(2, round(wanted * 0.8 / _DOCUMENTS))  # the facts and the question come on top
-        group = Group(ALONE, _DOCUMENTS, (max(1, share * 9 // 10), share * 11 // 10))
-        for case in make_cases(engine.tokenizer, (group,), 20, settings.seed * 1_000 + number):
-            if settings.least <= _cached_tokens(case) <= settings.most:
+        share = wanted * 0.8 / _DOCUMENTS  # the facts and the question come on top
+        for attempt in range(20):
+            size = max(2, round(share))
+            group = Group(ALONE, _DOCUMENTS, (size * 9 // 10, size * 11 // 10))
+            seed = settings.seed * 1_000 + number + 100_000 * attempt
+            case = next(make_cases(engine.tokenizer, (group,), 1, seed))
+            cached = _cached_tokens(case)
+            if settings.least <= cached <= settings.most:
                 yield case
                 break
+            share *= wanted / cached
         else:
-            raise InvalidRequestError(f"no documents of about {wanted:.0f} tokens were found for this model")
+            raise InvalidRequestError(
+                f"no documents of about {wanted:.0f} tokens can be made for this model: raise --cached-tokens"
+            )
 
 
 def _cached_tokens(case: Case) -> int:

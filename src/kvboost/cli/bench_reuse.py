@@ -238,7 +238,8 @@ def _in_sections(table: Table, results: list[dict[str, Any]]) -> Iterator[dict[s
 def _row_name(result: dict[str, Any]) -> str:
     name = result["method"].replace("_", " ")
     name = name if result["ratio"] is None else f"{name} {result['ratio']:.0%}"
-    return name if result["bits"] == 16 else f"{name}, {result['bits']} bits"
+    width = result["bits"] if result["bits"] == "k8v4" else f"{result['bits']}-bit"
+    return name if result["bits"] == 16 else f"{name} {width}"
 
 
 def facts_line(record: dict[str, Any]) -> str:
