@@ -67,6 +67,12 @@ class Scheme:
             return -(-tokens // self.group), head_dim
         return tokens, head_dim // self.group if head_dim % self.group == 0 else 1
 
+    def row_bytes(self, tokens: int, head_dim: int) -> int:
+        """Bytes of all that is stored of one head; the first token counts where it is kept."""
+        groups = math.prod(self.steps_shape(tokens, head_dim))
+        kept = 2 * head_dim if self.keep_first else 0
+        return tokens * self.code_bytes(head_dim) + 2 * 2 * groups + 2 + kept
+
 
 # Chosen by measurement (docs/quantization.md).
 KEYS: dict[int, Scheme] = {

@@ -6,6 +6,7 @@ Knows records, not how they are measured.
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,31 +128,35 @@ def plot_first_tokens(record: dict[str, Any], folder: Path) -> list[Path]:
 def plot_bytes(record: dict[str, Any], folder: Path) -> list[Path]:
     """Bytes against error: a point per way to quantize, the engine's own widths named large."""
     figure, axes = _figure(7.2, 4.6)
-    for name, error in record["errors"].items():
+    free_above: dict[str, float] = {}  # by bits: how far up its labels reach, in decades
+    for name, error in sorted(record["errors"].items(), key=lambda item: float(item[1]["kl_mean"])):
         bits, _, other = name.partition(", ")
-        width = record["widths"][bits]
         colour = _COLOURS["deviation"] if "per token" in name else _COLOURS["random" if other else "guided"]
         mean = max(error["kl_mean"], 1e-9)
-        below = max(mean - max(error["kl_mean_low"], mean / 100), 0.0)
         axes.errorbar(
-            width["bytes_of_float16"],
+            error["bytes_of_float16"],
             mean,
-            yerr=[[below], [max(error["kl_mean_high"] - mean, 0.0)]],
+            yerr=[[max(mean - error["kl_mean_low"], 0.0)], [max(error["kl_mean_high"] - mean, 0.0)]],
             marker="." if other else "o",
             capsize=2,
             elinewidth=0.8,
             color=colour,
         )
+        height = max(math.log10(mean), free_above.get(bits, -9.0)) if other else math.log10(mean)
         axes.annotate(
             name,
-            (width["bytes_of_float16"], mean),
-            xytext=(7, -2),
-            textcoords="offset points",
-            fontsize=6 if other else 9,
+            (error["bytes_of_float16"], mean),
+            xytext=(error["bytes_of_float16"] + (0.01 if other else -0.01), 10**height),
+            textcoords="data",
+            ha="left" if other else "right",
+            va="center",
+            fontsize=7 if other else 10,
             color=colour,
         )
+        if other:
+            free_above[bits] = height + 0.11
     axes.set_yscale("log")
-    axes.set_xlim(0.28, 0.72)
+    axes.set_xlim(0.22, 0.72)
     axes.set_xlabel("bytes of a whole chunk, against float16")
     axes.set_ylabel("mean KL from unquantized reuse, nats (lower is better)")
     axes.set_title(_title(record, f"{record['settings']['prompts']} prompts"), loc="left", fontsize=9)

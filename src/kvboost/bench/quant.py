@@ -128,6 +128,8 @@ def run(
     times = _times(engine, settings, open_engine, lambda n: report(settings.prompts + n, steps, "time"))
     report(steps, steps, "done")
     errors = _errors(trials)
+    for variant in (one for one in VARIANTS if one.name in errors):
+        errors[variant.name]["bytes_of_float16"] = round(bytes_of_float16(engine, variant), 4)
     widths = {str(bits): _width(engine, settings, bits, times) for bits in BITS}
     cached = [trial["cached_tokens"] for trial in trials]
     return {
@@ -270,6 +272,18 @@ def _errors(trials: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "agreement": round(statistics.fmean(trial["variants"][name]["agreement"] for trial in trials), 4),
         }
     return found
+
+
+def bytes_of_float16(engine: Any, variant: Variant) -> float:
+    """Bytes of a whole chunk, as `variant` would keep it, against float16."""
+    size, layout = engine.chunk_size, engine.layout
+    stored = numbers = 0
+    for pair in layout.layers:
+        for rows, scheme in zip(pair, (variant.keys, variant.values), strict=True):
+            heads, head_dim = rows.end - rows.start, layout.slabs[rows.slab].head_dim
+            stored += heads * scheme.row_bytes(size, head_dim)
+            numbers += heads * size * head_dim
+    return stored / (2 * numbers)
 
 
 def _rounded(value: float) -> float:
