@@ -75,9 +75,10 @@ class ChunkStore:
         self._drop_borrowers(key)
 
     def _put_back(self, parent: TreeNode, entry: StoreEntry) -> None:
-        """Take a dropped chunk in again, unless its room or its place is taken by now."""
+        """Take a dropped chunk in again, unless its room is taken by now, or its place is or will be."""
         key = entry.chunk.chunk_id
-        if key not in self.entries and self.tier.fits(entry.size_bytes):
+        taken = key in self.entries or key in self.reserved
+        if not taken and self.tier.fits(entry.size_bytes):
             self.tier.charge(entry.size_bytes)
             node = prefix_tree.insert(parent, entry.node.tokens, key, None)
             kept = StoreEntry(
@@ -91,9 +92,10 @@ class ChunkStore:
                 self.update_evictable(parent.key)
         if key in self.entries:
             self.move_pins(self.entries[key].node, entry.pins)
-        else:
+            return
+        self.move_pins(parent, entry.pins)
+        if key not in self.reserved:
             self._drop_borrowers(key)
-            self.move_pins(parent, entry.pins)
 
     def insert(self, parent: TreeNode, span: bytes, chunk: KeptChunk, size: int, pins: int) -> TreeNode:
         """Put a chunk into its reserved room; it takes over a reader that holds `parent`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvboost.arena import Packed
 from kvboost.cache_manager import ROOT, KVCacheManager
+from kvboost.errors import UnstorableKVError
 from tests.unit.fake_kv import (
     CODEC,
     LAYOUT,
@@ -140,3 +142,44 @@ def test_buffers_of_another_size_than_charged_are_noticed() -> None:
         manager.store_prefix(range(4), [4], CODEC, lambda *_: too_long)
     manager.check_integrity()
     assert len(manager) == 0
+
+
+def refused(_start: int, _end: int) -> Packed:
+    """Stands for KV that the encoding cannot hold."""
+    raise UnstorableKVError("not finite")
+
+
+def test_a_tail_comes_back_where_its_successor_cannot_be_stored() -> None:
+    manager = KVCacheManager(None, None, chunk_size=CHUNK)
+    store(manager, range(6))
+    manager.pin(range(6))
+    report = manager.store_prefix(range(8), [4, 8], CODEC, refused)
+    manager.check_integrity()
+    assert report.refused == {"not finite": 1}
+    assert length_of(manager, range(8)) == 6
+    assert manager.stats()["pinned_chunks"] == 2
+
+
+def test_a_tail_that_is_stored_anew_meanwhile_is_not_put_back_twice() -> None:
+    """Its successor fails while another thread is just storing the tail again."""
+    manager = KVCacheManager(None, None, chunk_size=CHUNK)
+    store(manager, range(6))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(start: int, end: int) -> Packed:
+        inside.set()
+        assert go_on.wait(10)
+        return extractor(range(6))(start, end)
+
+    other = threading.Thread(target=lambda: manager.store_prefix(range(6), [4, 6], CODEC, slow))
+
+    def fail_while_other_stores(_start: int, _end: int) -> Packed:
+        other.start()
+        assert inside.wait(10)
+        raise UnstorableKVError("not finite")
+
+    manager.store_prefix(range(8), [4, 8], CODEC, fail_while_other_stores)
+    go_on.set()
+    other.join(10)
+    manager.check_integrity()
+    assert length_of(manager, range(8)) == 6
