@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         UNSUPPORTED_ARCHITECTURES,
         check_model_compatibility,
     )
+    from kvboost.disk_tier import DiskTier
     from kvboost.engine import InferenceEngine, KVBoost
     from kvboost.kv_quantize import QuantizedKV, dequantize_kv, quantize_kv
     from kvboost.models import (
@@ -44,6 +45,7 @@ _HOMES = {
     "CachedChunk": "models",
     "ChunkRegistry": "chunk_registry",
     "ChunkStrategy": "models",
+    "DiskTier": "disk_tier",
     "GenerationMode": "models",
     "GenerationResult": "models",
     "InferenceEngine": "engine",
@@ -70,6 +72,7 @@ __all__ = [
     "CachedChunk",
     "ChunkRegistry",
     "ChunkStrategy",
+    "DiskTier",
     "GenerationMode",
     "GenerationResult",
     "InferenceEngine",

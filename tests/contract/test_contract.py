@@ -32,10 +32,8 @@ from kvboost.errors import InvalidRequestError
 NOT_YET: frozenset[str] = frozenset(
     {
         "module kvboost.batch",
-        "module kvboost.disk_tier",
         "module kvboost.server",
         "export CorrectnessReport",
-        "export DiskTier",
         "export broadcast_kv",
         "export find_common_chunk_prefix",
         "export group_by_prefix",

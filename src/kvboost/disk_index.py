@@ -1,0 +1,242 @@
+"""Which chunk lies in which slot: a SQLite database that several processes share.
+
+A slot is claimed before it is written and published afterwards; a claim of a process that died is taken
+back by whoever needs a slot next. Knows keys, slots and bytes, no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+VERSION = 1
+_BUSY_SECONDS = 10.0
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, slot INTEGER NOT NULL UNIQUE, "
+    "used INTEGER NOT NULL, header BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS claims (slot INTEGER PRIMARY KEY, owner TEXT NOT NULL)",
+)
+
+
+class IndexRow(NamedTuple):
+    """A chunk's key, its slot, and the header of its record."""
+
+    key: str
+    slot: int
+    header: bytes
+
+
+class Owner:
+    """This process, as others can see it: a locked file that the system unlocks when the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.name = uuid.uuid4().hex
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._fd = os.open(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def is_alive(self, name: str) -> bool:
+        """Whether the process behind `name` still runs; removes what it left where it does not."""
+        if name == self.name:
+            return True
+        try:
+            fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink()
+        return False
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / self.name).unlink()
+        os.close(self._fd)
+
+
+class DiskIndex:
+    """The open database. All methods may raise `sqlite3.Error`, and may be called from any thread."""
+
+    def __init__(self, path: Path, owner: Owner) -> None:
+        self.path = path
+        self._owner = owner
+        self._lock = threading.RLock()
+        self._connection = sqlite3.connect(
+            path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._execute("PRAGMA journal_mode=WAL")
+            self._execute("PRAGMA synchronous=NORMAL")
+            with self.transaction():
+                for statement in _SCHEMA:
+                    self._execute(statement)
+            path.chmod(0o600)
+            self._inode = path.stat().st_ino
+            self._seen_version = -1
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+        return self._connection.execute(statement, values)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of it or nothing, alone among all processes."""
+        with self._lock:
+            self._execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._execute("ROLLBACK")
+                raise
+
+    # --- what is there -----------------------------------------------------------------------
+
+    def meta(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._execute("SELECT name, value FROM meta").fetchall())
+
+    def set_meta(self, **values: int) -> None:
+        for name, value in values.items():
+            self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def rows(self) -> list[IndexRow]:
+        """All entries, those used last at the end."""
+        with self._lock:
+            found = self._execute("SELECT key, slot, header FROM entries ORDER BY used").fetchall()
+        return [IndexRow(*row) for row in found]
+
+    def row(self, key: str) -> IndexRow | None:
+        with self._lock:
+            found = self._execute("SELECT key, slot, header FROM entries WHERE key = ?", (key,)).fetchone()
+        return IndexRow(*found) if found is not None else None
+
+    def has_changed(self) -> bool:
+        """Whether another process changed something since this was asked last."""
+        with self._lock:
+            version = int(self._execute("PRAGMA data_version").fetchone()[0])
+            changed, self._seen_version = version != self._seen_version, version
+            return changed
+
+    def was_replaced(self) -> bool:
+        """Whether another database has taken this one's place."""
+        try:
+            return self.path.stat().st_ino != self._inode
+        except OSError:
+            return True
+
+    def counts(self) -> tuple[int, int]:
+        """Entries, and slots that are being written."""
+        with self._lock:
+            entries = self._execute("SELECT COUNT(*) FROM entries").fetchone()[0]
+            claims = self._execute("SELECT COUNT(*) FROM claims").fetchone()[0]
+        return int(entries), int(claims)
+
+    def problems(self) -> list[str]:
+        """What SQLite finds wrong with its own file."""
+        with self._lock:
+            found = [str(row[0]) for row in self._execute("PRAGMA integrity_check(8)").fetchall()]
+        return [] if found == ["ok"] else found
+
+    # --- changing it -------------------------------------------------------------------------
+
+    def claim(self, keys: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+        """Slots for those of `keys` that have none, as far as there is room; and the keys evicted for them.
+
+        What was used longest ago goes first, and of what was written together, the last.
+        """
+        with self.transaction():
+            slots = self.meta().get("num_slots", 0)
+            self._drop_dead_claims()
+            used = {row[0] for row in self._execute("SELECT slot FROM entries UNION SELECT slot FROM claims")}
+            known = {key for key in keys if self.row(key) is not None}
+            wanted = [key for key in dict.fromkeys(keys) if key not in known]
+            free = [slot for slot in range(slots) if slot not in used][: len(wanted)]
+            evicted: list[str] = []
+            if len(free) < len(wanted):
+                oldest = self._execute(
+                    "SELECT key, slot FROM entries ORDER BY used, rowid DESC LIMIT ?",
+                    (len(wanted) - len(free),),
+                ).fetchall()
+                evicted = [key for key, _ in oldest]
+                free += [slot for _, slot in oldest if 0 <= slot < slots]
+                self._delete(evicted)
+            claimed = dict(zip(wanted, free, strict=False))
+            for slot in claimed.values():
+                self._execute("INSERT INTO claims VALUES (?, ?)", (slot, self._owner.name))
+            return claimed, evicted
+
+    def publish(self, rows: Iterable[IndexRow]) -> None:
+        """Turn claims whose slots are written into entries."""
+        with self.transaction():
+            clock = self._tick()
+            for row in rows:
+                self._execute("DELETE FROM claims WHERE slot = ?", (row.slot,))
+                self._execute(
+                    "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?)",
+                    (row.key, row.slot, clock, row.header),
+                )
+
+    def give_up(self, slots: Iterable[int]) -> None:
+        """Take claims back whose slots were not written."""
+        with self.transaction():
+            for slot in slots:
+                self._execute("DELETE FROM claims WHERE slot = ? AND owner = ?", (slot, self._owner.name))
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Count entries as used now."""
+        with self.transaction():
+            clock = self._tick()
+            for key in keys:
+                self._execute("UPDATE entries SET used = ? WHERE key = ?", (clock, key))
+
+    def remove(self, keys: Iterable[str], *, only: dict[str, bytes] | None = None) -> None:
+        """Drop entries; with `only`, those that still have the header given there."""
+        with self.transaction():
+            self._delete(
+                key
+                for key in keys
+                if only is None or ((row := self.row(key)) is not None and row.header == only[key])
+            )
+
+    def resize(self, num_slots: int) -> None:
+        """Use so many slots from now on; entries beyond them are dropped."""
+        with self.transaction():
+            self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (num_slots,))
+            self.set_meta(num_slots=num_slots)
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in list(keys):
+            self._execute("DELETE FROM entries WHERE key = ?", (key,))
+
+    def _tick(self) -> int:
+        clock = self.meta().get("clock", 0) + 1
+        self.set_meta(clock=clock)
+        return clock
+
+    def _drop_dead_claims(self) -> None:
+        owners = [row[0] for row in self._execute("SELECT DISTINCT owner FROM claims").fetchall()]
+        for owner in owners:
+            if not self._owner.is_alive(owner):
+                self._execute("DELETE FROM claims WHERE owner = ?", (owner,))
+
+    def close(self) -> None:
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            self._connection.close()

@@ -1,0 +1,479 @@
+"""Chunks on disk: a folder with a slot file, an index, and nothing that could serve a wrong tensor.
+
+A chunk is written to a free slot first and then entered in the index; it is read back with its header and
+compared with the index, and its checksum covers key, description, tokens and payload. Whatever goes wrong is
+a miss with a counted reason. Several processes may use one folder, and any of them may die at any moment. An
+index that is damaged is set aside and made anew from the slots. Knows chunks and files, no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvboost import serde
+from kvboost.disk_index import VERSION, DiskIndex, IndexRow, Owner
+from kvboost.errors import CacheFileError
+from kvboost.kv_codec import KeptChunk, KVCodec
+from kvboost.models import CachedChunk
+from kvboost.serde import Record, RecordHeader
+from kvboost.slot_file import SlotFile
+
+INDEX = "index.sqlite"
+SLOTS = "slots.bin"
+CORRUPT = "corrupt"
+GONE = "evicted"
+_FAILURES = (OSError, sqlite3.Error)
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class DiskEntry:
+    """A chunk on disk: its slot, and all that its header says."""
+
+    slot: int
+    header: RecordHeader
+
+
+@dataclass
+class CheckReport:
+    """What a look at every slot found."""
+
+    slots: int = 0
+    good: int = 0
+    corrupt: list[str] = field(default_factory=list)  # keys
+    writing: int = 0
+    problems: list[str] = field(default_factory=list)  # of the index
+
+    @property
+    def free(self) -> int:
+        return self.slots - self.good - len(self.corrupt) - self.writing
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.corrupt or self.problems)
+
+
+class DiskTier:
+    """A folder of at most `max_chunks` chunks, in slots of `slot_bytes` that are there from the start."""
+
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        max_chunks: int = 256,
+        slot_bytes: int = 10_485_760,
+        *,
+        codec: KVCodec | None = None,
+    ) -> None:
+        """Open or make the folder. With a `codec`, chunks of any other form are not read."""
+        for name, value, least in (
+            ("max_chunks", max_chunks, 0),
+            ("slot_bytes", slot_bytes, serde.ALIGNMENT),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise CacheFileError(f"{name} must be at least {least}, got {value!r}")
+        self.folder = Path(cache_dir)
+        self.max_chunks = max_chunks
+        self.slot_bytes = slot_bytes
+        self.misses: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self._codec = codec
+        self._lock = threading.RLock()
+        self._entries: dict[str, DiskEntry] = {}
+        make_private_folder(self.folder)
+        try:
+            self._owner = Owner(self.folder / "owners")
+            try:
+                self._slots = SlotFile(self.folder / SLOTS, slot_bytes, max_chunks)
+            except CacheFileError:
+                self._owner.close()
+                raise
+            self._index = self._open_index()
+        except OSError as error:
+            raise CacheFileError(f"{self.folder} cannot be used: {error}") from error
+        self._load()
+
+    # --- opening -----------------------------------------------------------------------------
+
+    def _open_index(self) -> DiskIndex:
+        """The index, made anew from the slots where it is damaged."""
+        path = self.folder / INDEX
+        with _alone(self.folder / "opening"):
+            index: DiskIndex | None = None
+            try:
+                index = DiskIndex(path, self._owner)
+                if problems := index.problems():
+                    raise sqlite3.DatabaseError(problems[0])
+                self._check_meta(index)
+                return index
+            except sqlite3.DatabaseError as error:
+                if index is not None:
+                    index.close()
+                if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+                    raise CacheFileError(f"{path} is locked by another program: {error}") from error
+                warnings.warn(f"{path} is damaged ({error}); it is made anew from the slots", stacklevel=4)
+                self._set_aside(path)
+                index = DiskIndex(path, self._owner)
+                self._check_meta(index)
+                self._rebuild(index)
+                return index
+
+    def _check_meta(self, index: DiskIndex) -> None:
+        meta = index.meta()
+        expected = {"version": VERSION, "slot_bytes": self.slot_bytes}
+        if not meta:
+            with index.transaction():
+                index.set_meta(**expected, num_slots=self.max_chunks, clock=0)
+            return
+        for name, value in expected.items():
+            if meta.get(name) != value:
+                index.close()
+                raise CacheFileError(
+                    f"{self.folder} was made with {name} {meta.get(name)}, this needs {value}: use another "
+                    "folder, or clear this one"
+                )
+        if meta.get("num_slots") != self.max_chunks:
+            index.resize(self.max_chunks)
+
+    def _set_aside(self, path: Path) -> None:
+        for suffix in ("-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).unlink()
+        path.replace(path.with_name(path.name + ".damaged"))
+
+    def _rebuild(self, index: DiskIndex) -> None:
+        """Enter every slot that holds a whole record."""
+        rows: dict[str, IndexRow] = {}
+        for slot in range(self.max_chunks):
+            with contextlib.suppress(OSError):
+                header = self._header_in(slot)
+                if header is not None and self._payload(DiskEntry(slot, header)) is not None:
+                    rows[header.key] = IndexRow(header.key, slot, header.raw)
+        index.publish(rows.values())
+
+    def _header_in(self, slot: int) -> RecordHeader | None:
+        start = bytearray(min(serde.ALIGNMENT, self.slot_bytes))
+        self._slots.read_into(slot, [memoryview(start)])
+        size = serde.header_size(bytes(start))
+        if size > len(start):
+            if size > self.slot_bytes:
+                return None
+            start = bytearray(size)
+            self._slots.read_into(slot, [memoryview(start)])
+        header = serde.read_header(bytes(start))
+        return header if header is not None and header.record_bytes <= self.slot_bytes else None
+
+    def _load(self) -> None:
+        """Take over what the index says; rows that are damaged are dropped."""
+        try:
+            rows = self._index.rows()
+        except sqlite3.Error as error:
+            self._count(self.misses, f"index: {error}")
+            return
+        entries: dict[str, DiskEntry] = {}
+        damaged = []
+        for row in rows:
+            entry = self._entry_of(row)
+            if entry is None:
+                damaged.append(row.key)
+            else:
+                entries[row.key] = entry
+        with self._lock:
+            self._entries = entries
+        if damaged:
+            self.misses[CORRUPT] += len(damaged)
+            with contextlib.suppress(sqlite3.Error):
+                self._index.remove(damaged)
+
+    def _entry_of(self, row: IndexRow) -> DiskEntry | None:
+        known = self._entries.get(row.key)
+        if known is not None and (known.slot, known.header.raw) == (row.slot, row.header):
+            return known
+        if not isinstance(row.header, bytes) or not isinstance(row.slot, int):
+            return None
+        header = serde.read_header(row.header)
+        whole = header is not None and len(header.raw) == len(row.header) and header.key == row.key
+        if header is None or not whole or not 0 <= row.slot < self.max_chunks:
+            return None
+        return DiskEntry(row.slot, header)
+
+    def refresh(self) -> bool:
+        """Notice what other processes have written; True where something changed."""
+        with self._lock:
+            try:
+                if self._index.was_replaced():
+                    self._index.close()
+                    self._index = self._open_index()
+                elif not self._index.has_changed():
+                    return False
+            except (*_FAILURES, CacheFileError) as error:
+                self._count(self.misses, f"index: {error}")
+                return False
+            self._load()
+            return True
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def write(self, chunk: CachedChunk) -> bool:
+        """Write a chunk; False, with a counted reason, where there is no room or it does not fit a slot.
+
+        What was used longest ago makes room. A chunk that is there already is not written again.
+        """
+        return self.write_records([serde.to_record(chunk)])[0]
+
+    def write_records(self, records: Sequence[Record]) -> list[bool]:
+        """Write several; they are synced and entered together, and all are there or counted."""
+        fits = [record.header.record_bytes <= self.slot_bytes for record in records]
+        self.refused["larger than a slot"] += fits.count(False)
+        wanted = {record.header.key: record for record, fit in zip(records, fits, strict=True) if fit}
+        with self._lock:
+            try:
+                self._write(wanted)
+            except _FAILURES as error:
+                self._count(self.refused, f"{type(error).__name__}: {error}")
+            return [record.header.key in self._entries for record in records]
+
+    def _write(self, wanted: dict[str, Record]) -> None:
+        if self._index.was_replaced():
+            self.refresh()
+        claimed, evicted = self._index.claim(list(wanted))
+        for key in evicted:
+            self._entries.pop(key, None)
+        written: list[IndexRow] = []
+        failed: list[int] = []
+        try:
+            for key, slot in claimed.items():
+                record = wanted[key]
+                try:
+                    self._slots.write(slot, record.header.payload_start, record.payload)
+                    self._slots.write(slot, 0, [record.header.raw])
+                    written.append(IndexRow(key, slot, record.header.raw))
+                except OSError as error:
+                    failed.append(slot)
+                    self._count(self.refused, f"{type(error).__name__}: {error}")
+            self._slots.sync()
+        except BaseException:
+            failed = list(claimed.values())
+            written = []
+            raise
+        finally:
+            if failed:
+                self._index.give_up(failed)
+            if written:
+                self._index.publish(written)
+        for row in written:
+            self._entries[row.key] = DiskEntry(row.slot, wanted[row.key].header)
+        for key in wanted.keys() - claimed.keys() - self._entries.keys():
+            row_of_another = self._index.row(key)
+            entry = self._entry_of(row_of_another) if row_of_another is not None else None
+            if entry is not None:
+                self._entries[key] = entry
+            else:
+                self.refused["no room"] += 1
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def read(self, chunk_hash: str, device: str | torch.device = "cpu") -> CachedChunk | None:
+        """The chunk of that prefix hash, its tensors on `device`; None, with a counted reason, if not there.
+
+        It is a `CachedChunk` whose `past_key_values` are those that were written.
+        """
+        entry = self.entry(chunk_hash)
+        if entry is None and self.refresh():
+            entry = self.entry(chunk_hash)
+        if entry is None:
+            self.misses["never stored"] += 1
+            return None
+        return self.load(entry, device)
+
+    def entry(self, key: str) -> DiskEntry | None:
+        """What is known of a chunk, without reading it."""
+        with self._lock:
+            return self._entries.get(key)
+
+    def entries(self) -> list[DiskEntry]:
+        """All that is known to be on disk, without reading any of it; what was used last comes last."""
+        with self._lock:
+            return list(self._entries.values())
+
+    def load(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | None:
+        """Read a chunk and check it over; None, with a counted reason, where it is not what it should be."""
+        header = entry.header
+        if self._codec is not None and not _same_form(header.codec, self._codec):
+            self.misses["other encoding"] += 1
+            return None
+        try:
+            tensors = self._payload(entry)
+        except OSError as error:
+            self._count(self.misses, f"{type(error).__name__}: {error}")
+            return None
+        if tensors is None:
+            self._lost(entry)
+            return None
+        return header.chunk(tuple(tensor.to(device) for tensor in tensors), self._codec)
+
+    def _payload(self, entry: DiskEntry) -> tuple[torch.Tensor, ...] | None:
+        """The tensors of an entry; None where its slot holds something else by now."""
+        header = entry.header
+        tensors = header.tensors()
+        payload = [serde.buffer_of(tensor) for tensor in tensors]
+        found = bytearray(header.payload_start)
+        self._slots.read_into(entry.slot, [memoryview(found), *payload])
+        is_whole = bytes(found[: len(header.raw)]) == header.raw and header.matches(payload)
+        return tensors if is_whole else None
+
+    def _lost(self, entry: DiskEntry) -> None:
+        """A slot has other contents: evicted by another process meanwhile, or damaged."""
+        key = entry.header.key
+        with self._lock:
+            if self._entries.get(key) is entry:
+                del self._entries[key]
+            try:
+                row = self._index.row(key)
+                if row is not None and (row.slot, row.header) == (entry.slot, entry.header.raw):
+                    self.misses[CORRUPT] += 1
+                    self._index.remove([key], only={key: row.header})
+                    return
+            except _FAILURES:
+                self.misses[CORRUPT] += 1
+                return
+            self.misses[GONE] += 1
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Count chunks as used just now."""
+        with contextlib.suppress(*_FAILURES):
+            self._index.touch(keys)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Forget chunks."""
+        with self._lock:
+            for key in keys:
+                self._entries.pop(key, None)
+            with contextlib.suppress(*_FAILURES):
+                self._index.remove(keys)
+
+    # --- the whole ---------------------------------------------------------------------------
+
+    def check(self, *, repair: bool = False, progress: Progress = lambda _done, _total: None) -> CheckReport:
+        """Read every chunk and check it over; with `repair`, drop those that are damaged."""
+        report = CheckReport(slots=self.max_chunks)
+        try:
+            report.problems = self._index.problems()
+            rows = self._index.rows()
+            report.writing = self._index.counts()[1]
+        except sqlite3.Error as error:
+            report.problems.append(str(error))
+            return report
+        for number, row in enumerate(rows):
+            progress(number, len(rows))
+            entry = self._entry_of(row)
+            try:
+                good = entry is not None and self._payload(entry) is not None
+            except OSError:
+                good = False
+            if good:
+                report.good += 1
+            else:
+                report.corrupt.append(row.key)
+        progress(len(rows), len(rows))
+        if repair and report.corrupt:
+            self.remove(report.corrupt)
+        return report
+
+    def clear(self) -> None:
+        """Forget everything, and give its bytes back to the disk before taking them again."""
+        with self._lock:
+            self._entries.clear()
+            self._index.resize(0)
+            self._index.resize(self.max_chunks)
+            with contextlib.suppress(OSError):
+                os.truncate(self.folder / SLOTS, 0)
+            self._slots.close()
+            self._slots = SlotFile(self.folder / SLOTS, self.slot_bytes, self.max_chunks)
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes and counters at this moment."""
+        with self._lock:
+            used = len(self._entries)
+            return {
+                "folder": str(self.folder),
+                "chunks": used,
+                "max_chunks": self.max_chunks,
+                "bytes": sum(entry.header.record_bytes for entry in self._entries.values()),
+                "allocated_bytes": self.max_chunks * self.slot_bytes,
+                "misses": {name: count for name, count in self.misses.items() if count},
+                "refused": {name: count for name, count in self.refused.items() if count},
+            }
+
+    def __contains__(self, key: object) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def close(self) -> None:
+        """Close the files. It can be called twice."""
+        with self._lock:
+            if self._owner is not None:
+                self._index.close()
+                self._slots.close()
+                self._owner.close()
+                self._owner = None  # type: ignore[assignment]
+
+    def __enter__(self) -> DiskTier:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @staticmethod
+    def _count(counter: Counter[str], reason: str) -> None:
+        counter[reason] += 1
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that only its owner can look into; a clear error where that cannot be."""
+    try:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(mode=0o700, exist_ok=True)
+        if not folder.is_dir():
+            raise CacheFileError(f"{folder} is a file; a disk cache needs a folder")
+    except OSError as error:
+        raise CacheFileError(f"{folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise CacheFileError(f"{folder} cannot be written to")
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Inside, no other process is; the system unlocks it where this one dies."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _same_form(one: KVCodec, other: KVCodec) -> bool:
+    """Whether two codecs keep the same bytes, wherever they lie."""
+    return (
+        one.bits == other.bits
+        and one.layout.layers == other.layout.layers
+        and [(s.dtype, s.rows, s.head_dim) for s in one.layout.slabs]
+        == [(s.dtype, s.rows, s.head_dim) for s in other.layout.slabs]
+    )
