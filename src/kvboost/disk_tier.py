@@ -89,7 +89,9 @@ class DiskTier:
         self.misses: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._codec = codec
-        self._lock = threading.RLock()
+        self.evicted: list[str] = []  # keys that made room since somebody asked last
+        self._lock = threading.RLock()  # for the entries; never held while the disk is waited for
+        self._writing = threading.RLock()
         self._entries: dict[str, DiskEntry] = {}
         make_private_folder(self.folder)
         try:
@@ -210,7 +212,7 @@ class DiskTier:
 
     def refresh(self) -> bool:
         """Notice what other processes have written; True where something changed."""
-        with self._lock:
+        with self._writing:
             try:
                 if self._index.was_replaced():
                     self._index.close()
@@ -237,7 +239,7 @@ class DiskTier:
         fits = [record.header.record_bytes <= self.slot_bytes for record in records]
         self.refused["larger than a slot"] += fits.count(False)
         wanted = {record.header.key: record for record, fit in zip(records, fits, strict=True) if fit}
-        with self._lock:
+        with self._writing:
             try:
                 self._write(wanted)
             except _FAILURES as error:
@@ -248,8 +250,10 @@ class DiskTier:
         if self._index.was_replaced():
             self.refresh()
         claimed, evicted = self._index.claim(list(wanted))
-        for key in evicted:
-            self._entries.pop(key, None)
+        with self._lock:
+            self.evicted += evicted
+            for key in evicted:
+                self._entries.pop(key, None)
         written: list[IndexRow] = []
         failed: list[int] = []
         try:
@@ -272,8 +276,9 @@ class DiskTier:
                 self._index.give_up(failed)
             if written:
                 self._index.publish(written)
-        for row in written:
-            self._entries[row.key] = DiskEntry(row.slot, wanted[row.key].header)
+        with self._lock:
+            for row in written:
+                self._entries[row.key] = DiskEntry(row.slot, wanted[row.key].header)
         for key in wanted.keys() - claimed.keys() - self._entries.keys():
             row_of_another = self._index.row(key)
             entry = self._entry_of(row_of_another) if row_of_another is not None else None
@@ -339,16 +344,22 @@ class DiskTier:
         with self._lock:
             if self._entries.get(key) is entry:
                 del self._entries[key]
-            try:
-                row = self._index.row(key)
-                if row is not None and (row.slot, row.header) == (entry.slot, entry.header.raw):
-                    self.misses[CORRUPT] += 1
-                    self._index.remove([key], only={key: row.header})
-                    return
-            except _FAILURES:
+        try:
+            row = self._index.row(key)
+            if row is not None and (row.slot, row.header) == (entry.slot, entry.header.raw):
                 self.misses[CORRUPT] += 1
+                self._index.remove([key], only={key: row.header})
                 return
-            self.misses[GONE] += 1
+        except _FAILURES:
+            self.misses[CORRUPT] += 1
+            return
+        self.misses[GONE] += 1
+
+    def take_evicted(self) -> list[str]:
+        """The keys that made room for others since this was asked last."""
+        with self._lock:
+            taken, self.evicted = self.evicted, []
+            return taken
 
     def touch(self, keys: Sequence[str]) -> None:
         """Count chunks as used just now."""
@@ -360,8 +371,8 @@ class DiskTier:
         with self._lock:
             for key in keys:
                 self._entries.pop(key, None)
-            with contextlib.suppress(*_FAILURES):
-                self._index.remove(keys)
+        with contextlib.suppress(*_FAILURES):
+            self._index.remove(keys)
 
     # --- the whole ---------------------------------------------------------------------------
 
@@ -393,8 +404,9 @@ class DiskTier:
 
     def clear(self) -> None:
         """Forget everything, and give its bytes back to the disk before taking them again."""
-        with self._lock:
-            self._entries.clear()
+        with self._writing:
+            with self._lock:
+                self._entries.clear()
             self._index.resize(0)
             self._index.resize(self.max_chunks)
             with contextlib.suppress(OSError):
@@ -426,7 +438,7 @@ class DiskTier:
 
     def close(self) -> None:
         """Close the files. It can be called twice."""
-        with self._lock:
+        with self._writing:
             if self._owner is not None:
                 self._index.close()
                 self._slots.close()

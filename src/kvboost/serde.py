@@ -111,7 +111,9 @@ def padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def to_record(chunk: CachedChunk, *, namespace: str = "", content: str = "") -> Record:
+def to_record(
+    chunk: CachedChunk, *, namespace: str = "", content: str = "", with_text: bool = True
+) -> Record:
     """The bytes of a chunk that stands under the root `namespace` and is found by content under `content`."""
     kv = chunk.kv if isinstance(chunk, KeptChunk) else _stored(chunk)
     if isinstance(chunk, KeptChunk) and chunk.patchwork is not None:
@@ -121,7 +123,7 @@ def to_record(chunk: CachedChunk, *, namespace: str = "", content: str = "") -> 
         "parent": chunk.parent_hash,
         "namespace": namespace,
         "content": content,
-        "text": chunk.text,
+        "text": chunk.text if with_text else "",
         "position_start": chunk.position_start,
         "created_at": chunk.created_at,
         "access_count": chunk.access_count,
