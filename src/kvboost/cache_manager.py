@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -406,6 +406,7 @@ class KVCacheManager:
                         StoredChunk(key, namespace.content_key, self._store.entries[node.key].chunk)
                         for node in prefix_tree.below(root)
                         if self._store.entries[node.key].chunk.patchwork is None
+                        and not self._store.entries[node.key].is_cold
                     ]
             for stored in found:
                 self._store.hold(stored.chunk.chunk_id)
@@ -424,17 +425,8 @@ class KVCacheManager:
         chunk = stored.chunk
         raw = token_bytes(chunk.token_ids)
         with self._lock:
-            if stored.namespace_key not in self._store.namespaces:
-                # Whose salt it is, the file does not say: to everyone else it was never stored.
-                base = stored.content_key if stored.content_key != stored.namespace_key else ""
-                unknown_salt = f"\0{stored.content_key}"
-                self._store.root(Namespace(stored.namespace_key, family, unknown_salt, base))
-            parent = self._store.roots[stored.namespace_key]
-            if chunk.parent_hash != stored.namespace_key:
-                if chunk.parent_hash not in self._store.entries:
-                    return False
-                parent = self._store.entries[chunk.parent_hash].node
-            if chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
+            parent = self._parent_of_stored(stored, family)
+            if parent is None or chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
                 return False
             near, common = prefix_tree.best_child(parent, raw)
             if chunk.chunk_id in self._store.entries or (near is not None and common == chunk.length):
@@ -447,6 +439,105 @@ class KVCacheManager:
             )
             self._store.unhold(node.key if node is not None else parent.key)
             return node is not None
+
+    # --- the disk ----------------------------------------------------------------------------
+
+    def save_from_now_on(self) -> None:
+        """Note what is not on disk; `take_unsaved` hands it out."""
+        with self._lock:
+            self._store.saves = True
+            self._store.unsaved = {
+                key: None
+                for key, entry in self._store.entries.items()
+                if entry.chunk.patchwork is None and key not in self._store.saved
+            }
+
+    def adopt(self, chunks: Iterable[StoredChunk], family: str) -> int:
+        """Make chunks known whose KV lies on disk, as far as what they follow is known; returns how many."""
+        adopted = 0
+        with self._lock:
+            for stored in sorted(chunks, key=lambda one: one.chunk.position_start):
+                chunk, raw = stored.chunk, token_bytes(stored.chunk.token_ids)
+                if chunk.chunk_id in self._store.entries:
+                    self._store.saved.add(chunk.chunk_id)
+                    self._store.unsaved.pop(chunk.chunk_id, None)
+                    continue
+                parent = self._parent_of_stored(stored, family)
+                if parent is None or chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
+                    continue
+                near, common = prefix_tree.best_child(parent, raw)
+                inside = near is not None and common == chunk.length
+                if not inside and chunk.chunk_id not in self._store.reserved:
+                    self._store.insert_cold(parent, raw, chunk)
+                    adopted += 1
+            self._store.prune_roots()
+        return adopted
+
+    def take_unsaved(self, limit: int, family: str) -> list[StoredChunk]:
+        """Up to `limit` chunks of a family that are to be saved, held until `mark_saved`."""
+        with self._lock:
+            taken: list[StoredChunk] = []
+            for key in list(self._store.unsaved):
+                entry = self._store.entries[key]
+                namespace = self._store.namespaces[entry.root_key]
+                if namespace.family == family and not entry.is_cold:
+                    self._store.hold(key)
+                    taken.append(StoredChunk(namespace.key, namespace.content_key, entry.chunk))
+                del self._store.unsaved[key]
+                if len(taken) == limit:
+                    break
+            return taken
+
+    def mark_saved(self, chunks: Sequence[StoredChunk], written: Sequence[bool]) -> None:
+        """Release chunks that `take_unsaved` gave out, and remember those that are on disk now."""
+        with self._lock:
+            for stored, is_written in zip(chunks, written, strict=True):
+                if is_written:
+                    self._store.saved.add(stored.chunk.chunk_id)
+                self._store.unhold(stored.chunk.chunk_id)
+
+    def take_obsolete(self) -> list[str]:
+        """Keys of saved chunks that longer ones have replaced."""
+        with self._lock:
+            taken, self._store.obsolete = self._store.obsolete, []
+            return taken
+
+    def lost_on_disk(self, keys: Iterable[str], reason: str) -> None:
+        """Note that chunks are no longer on disk; those that are nowhere else are forgotten."""
+        with self._lock:
+            for key in keys:
+                self._store.saved.discard(key)
+                self._store.forget(key, reason)
+
+    def warm_up(self, loaded: Mapping[str, StoredKV]) -> None:
+        """Keep KV that was loaded from disk, as far as there is room."""
+        with self._lock:
+            for key, kv in loaded.items():
+                entry = self._store.entries.get(key)
+                if entry is not None:
+                    self._store.warm_up(entry, kv)
+
+    def has_room(self, tokens: int, bytes_needed: int) -> bool:
+        """Whether so much more can be stored without evicting anything."""
+        with self._lock:
+            return self._store.tier.fits(bytes_needed, -(-tokens // self.chunk_size))
+
+    @property
+    def num_unsaved(self) -> int:
+        with self._lock:
+            return len(self._store.unsaved)
+
+    def _parent_of_stored(self, stored: StoredChunk, family: str) -> TreeNode | None:
+        """Where a chunk from a file belongs; None where the chunk before it is not known."""
+        if stored.namespace_key not in self._store.namespaces:
+            # Whose salt it is, the file does not say: to everyone else it was never stored.
+            base = stored.content_key if stored.content_key != stored.namespace_key else ""
+            unknown_salt = f"\0{stored.content_key}"
+            self._store.root(Namespace(stored.namespace_key, family, unknown_salt, base))
+        if stored.chunk.parent_hash == stored.namespace_key:
+            return self._store.roots[stored.namespace_key]
+        entry = self._store.entries.get(stored.chunk.parent_hash)
+        return entry.node if entry is not None else None
 
     def _store_span(
         self,
@@ -594,7 +685,8 @@ class KVCacheManager:
         """Counters and sizes at this moment."""
         with self._lock:
             return {
-                "chunks": len(self._store.entries),
+                "chunks": self._store.tier.used_entries - len(self._store.reserved),
+                "chunks_on_disk_only": sum(entry.is_cold for entry in self._store.entries.values()),
                 "bytes": self._store.tier.used_bytes,
                 "max_chunks": self._store.tier.max_entries,
                 "max_bytes": self._store.tier.max_bytes,

@@ -1,9 +1,10 @@
-"""The chunks that are held: their place in the tree, their bytes in the books, who needs them.
+"""The chunks that are known: their place in the tree, their bytes in the books, who needs them.
 
 Joins the prefix tree (which tokens are known) with the RAM tier's books (what fits, who goes).
 A chunk that is read or pinned shields itself and all chunks before it from eviction, so what
-may go is known at any moment and room is only promised where it can be made. Not thread-safe by
-itself, and it does not know how KV is made.
+may go is known at any moment and room is only promised where it can be made. A chunk whose KV is saved
+on disk stays in the tree when its tensors go (it is cold then) and takes no room. Not thread-safe by itself,
+and it does not know how KV is made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from kvboost import prefix_tree
 from kvboost.content_index import ContentIndex
-from kvboost.kv_codec import KeptChunk
+from kvboost.kv_codec import KeptChunk, StoredKV
 from kvboost.memory_tier import MemoryTier
 from kvboost.miss_reasons import EvictedChunks, why_missing
 from kvboost.namespace import Namespace
@@ -32,6 +33,7 @@ class StoreEntry:
     pins: int = 0
     shields: int = 0  # readers and pins of this chunk and of all that follow it
     discounted: int = 0  # of its uses, those that say nothing about how popular it is
+    warm_children: int = 0  # of the chunks that follow it, those with tensors
 
     @property
     def uses(self) -> int:
@@ -39,8 +41,13 @@ class StoreEntry:
         return self.chunk.access_count - self.discounted
 
     @property
+    def is_cold(self) -> bool:
+        """Whether its KV lies on disk only."""
+        return not self.chunk.kv.is_loaded
+
+    @property
     def is_evictable(self) -> bool:
-        return not (self.node.children or self.shields)
+        return not (self.is_cold or self.warm_children or self.shields)
 
 
 class ChunkStore:
@@ -55,6 +62,10 @@ class ChunkStore:
         self.contents: dict[str, ContentIndex] = {}  # by the namespace whose prompts may find it
         self.borrowers: dict[str, set[str]] = {}  # by donor: the patchworks that borrow from it
         self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
+        self.saved: set[str] = set()  # keys of chunks that are on disk too
+        self.unsaved: dict[str, None] = {}  # keys of those that are not yet, in order
+        self.obsolete: list[str] = []  # saved chunks that a longer one has replaced
+        self.saves = False  # whether there is a disk to save to
         self.num_storing = 0
         self.num_evicted = 0
 
@@ -86,6 +97,8 @@ class ChunkStore:
             )
             self.entries[key] = kept
             self._register(kept)
+            self._count_warm_child(node, 1)
+            self._note_unsaved(kept.chunk)
             self.tier.touch(key, kept.uses)
             self.update_evictable(key)
             if not parent.is_root:
@@ -106,6 +119,8 @@ class ChunkStore:
         root_key = parent.key if parent.is_root else self.entries[parent.key].root_key
         self.entries[key] = StoreEntry(chunk, node, size, root_key=root_key)
         self._register(self.entries[key])
+        self._count_warm_child(node, 1)
+        self._note_unsaved(chunk)
         self.tier.touch(key, chunk.access_count)
         self.evicted.forget(key)
         self.hand_on(parent, node)
@@ -152,7 +167,7 @@ class ChunkStore:
         entry.readers += 1
         entry.shields += 1
         if entry.shields == 1:
-            self.tier.keep(entry.size_bytes)
+            self._keep(entry, 1)
             self.update_evictable(child.key)
 
     def shield(self, key: str, change: int) -> None:
@@ -162,17 +177,22 @@ class ChunkStore:
             entry = self.entries[node.key]
             before, entry.shields = entry.shields, entry.shields + change
             if (before > 0) != (entry.shields > 0):
-                sign = 1 if entry.shields else -1
-                self.tier.keep(sign * entry.size_bytes, sign)
+                self._keep(entry, 1 if entry.shields else -1)
                 self.update_evictable(node.key)
             node = node.parent
+
+    def _keep(self, entry: StoreEntry, sign: int) -> None:
+        """Book that the tensors of an entry must stay, or need not any longer."""
+        if not entry.is_cold:
+            self.tier.keep(sign * entry.size_bytes, sign)
 
     def touch(self, key: str) -> None:
         """Count one use of a chunk."""
         entry = self.entries.get(key)
         if entry is not None:
             entry.chunk.touch()
-            self.tier.touch(key, entry.uses)
+            if not entry.is_cold:
+                self.tier.touch(key, entry.uses)
 
     def discount_uses(self, walk: prefix_tree.Walk) -> None:
         """Take back uses that say nothing about popularity, now that a text goes on behind `walk`.
@@ -184,7 +204,8 @@ class ChunkStore:
         for node in reversed(left_inside if walk.node.children else walk.path):
             entry = self.entries[node.key]
             entry.discounted = min(entry.discounted + 1, entry.chunk.access_count)
-            self.tier.touch(node.key, entry.uses)
+            if not entry.is_cold:
+                self.tier.touch(node.key, entry.uses)
 
     def update_evictable(self, key: str) -> None:
         """Tell the books whether a chunk may go now."""
@@ -204,9 +225,10 @@ class ChunkStore:
 
     def make_room(self, size: int, replacing: TreeNode | None) -> bool:
         """Evict until `size` bytes fit, counting `replacing` as gone; False if they cannot."""
+        warm = replacing is not None and not self.entries[replacing.key].is_cold
         credit = self.entries[replacing.key].size_bytes if replacing is not None else 0
-        slots = 0 if replacing is not None else 1
-        pinned = replacing is not None and self.entries[replacing.key].shields > 0
+        slots = 0 if warm else 1
+        pinned = warm and replacing is not None and self.entries[replacing.key].shields > 0
         if not self.tier.could_fit(size - credit * pinned, 1 - pinned):
             return False  # not at the expense of what is there
         if replacing is not None:
@@ -215,11 +237,73 @@ class ChunkStore:
             victim = self.tier.next_victim()
             if victim is None:
                 raise AssertionError("the books promised room that is not there")
-            node = self.entries[victim].node
-            self.drop(node)
-            self.num_evicted += 1
-            self.evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
+            self._evict(self.entries[victim])
         return True
+
+    def _evict(self, entry: StoreEntry) -> None:
+        """Let the tensors of an entry go; the chunk stays known where it is on disk."""
+        node = entry.node
+        if node.key in self.saved:
+            self.tier.forget(node.key)
+            self.tier.refund(entry.size_bytes)
+            entry.size_bytes = 0
+            entry.chunk.kv = entry.chunk.kv.without_tensors()
+            self._count_warm_child(node, -1)
+        else:
+            self.drop_with_all_behind(node)
+            self.evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
+        self.num_evicted += 1
+
+    def warm_up(self, entry: StoreEntry, kv: StoredKV) -> bool:
+        """Take the tensors of a cold entry in, where there is room for them."""
+        if not entry.is_cold or not self.make_room(kv.nbytes, replacing=None):
+            return False
+        self.tier.charge(kv.nbytes)
+        entry.chunk.kv, entry.size_bytes = kv, kv.nbytes
+        if entry.shields:
+            self._keep(entry, 1)
+        self.tier.touch(entry.chunk.chunk_id, entry.uses)
+        self._count_warm_child(entry.node, 1)
+        self.update_evictable(entry.chunk.chunk_id)
+        return True
+
+    def insert_cold(self, parent: TreeNode, span: bytes, chunk: KeptChunk) -> None:
+        """Make a chunk known whose KV lies on disk only."""
+        node = prefix_tree.insert(parent, span, chunk.chunk_id, None)
+        root_key = parent.key if parent.is_root else self.entries[parent.key].root_key
+        self.entries[chunk.chunk_id] = StoreEntry(chunk, node, 0, root_key=root_key)
+        self._register(self.entries[chunk.chunk_id])
+        self.saved.add(chunk.chunk_id)
+
+    def forget(self, key: str, reason: str) -> None:
+        """Drop a chunk whose KV turned out to be lost, with all that follows it, unless somebody needs it."""
+        entry = self.entries.get(key)
+        if entry is None or not entry.is_cold:
+            return
+        self.saved.discard(key)
+        if not entry.shields:
+            node = entry.node
+            parent_key = node.parent.key if node.parent is not None else ""
+            self.drop_with_all_behind(node)
+            self.evicted.remember(key, parent_key, len(node.tokens), reason)
+
+    def drop_with_all_behind(self, node: TreeNode) -> None:
+        """Drop a chunk, and what follows it: nothing can be reached past a gap."""
+        for lower in reversed(prefix_tree.below(node)):
+            if lower.key in self.entries:
+                self.drop(lower)
+        if node.key in self.entries:
+            self.drop(node)
+
+    def _count_warm_child(self, node: TreeNode, change: int) -> None:
+        parent = node.parent
+        if parent is not None and not parent.is_root:
+            self.entries[parent.key].warm_children += change
+            self.update_evictable(parent.key)
+
+    def _note_unsaved(self, chunk: KeptChunk) -> None:
+        if self.saves and chunk.patchwork is None and chunk.chunk_id not in self.saved:
+            self.unsaved[chunk.chunk_id] = None
 
     def drop(self, node: TreeNode, successor: str | None = None) -> StoreEntry:
         """Take a chunk out of tree and books, with all patchworks that borrow from it.
@@ -233,11 +317,18 @@ class ChunkStore:
         self._unregister(entry)
         if entry.shields:  # pins: they move along
             self.shield(node.key, -entry.shields)
+        if not entry.is_cold:
+            self._count_warm_child(node, -1)
+            self.tier.refund(entry.size_bytes)
         del self.entries[node.key]
         parent = node.parent
         prefix_tree.remove(node)
         self.tier.forget(node.key)
-        self.tier.refund(entry.size_bytes)
+        was_saved = node.key in self.saved
+        self.saved.discard(node.key)
+        self.unsaved.pop(node.key, None)
+        if successor is not None and was_saved:
+            self.obsolete.append(node.key)
         if parent is not None and not parent.is_root:
             self.update_evictable(parent.key)
         return entry

@@ -315,7 +315,7 @@ class DiskTier:
     def load(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | None:
         """Read a chunk and check it over; None, with a counted reason, where it is not what it should be."""
         header = entry.header
-        if self._codec is not None and not _same_form(header.codec, self._codec):
+        if not self.is_readable(entry):
             self.misses["other encoding"] += 1
             return None
         try:
@@ -327,6 +327,10 @@ class DiskTier:
             self._lost(entry)
             return None
         return header.chunk(tuple(tensor.to(device) for tensor in tensors), self._codec)
+
+    def is_readable(self, entry: DiskEntry) -> bool:
+        """Whether a chunk has the form that this tier reads."""
+        return self._codec is None or _same_form(entry.header.codec, self._codec)
 
     def _payload(self, entry: DiskEntry) -> tuple[torch.Tensor, ...] | None:
         """The tensors of an entry; None where its slot holds something else by now."""

@@ -31,6 +31,7 @@ from kvboost.calibration import Calibration
 from kvboost.chunk_registry import ChunkRegistry, boundary_token_ids
 from kvboost.compat import check_model_compatibility, choose_device, structural_refusal, text_config
 from kvboost.decode import Decoded, GenerationOptions, Watch
+from kvboost.disk_cache import DEFAULT_CHUNKS, DiskCache, slot_bytes_for
 from kvboost.errors import InvalidRequestError, UnsupportedModelError
 from kvboost.explain import Explanation, explain_spans
 from kvboost.keeper import Keeper
@@ -96,13 +97,14 @@ class InferenceEngine:
         recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.SELECTIVE,
         recompute_ratio: float | Literal["auto"] = 0.15,
         kv_cache_bits: int | str | None = 16,
-        disk_cache_dir: str | None = None,
+        disk_cache_dir: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         *,
         chunk_boundary_window: int = 0,
         overlap_k: int = 0,
         sink_tokens: int = 0,
         max_cache_bytes: int | None = None,
+        disk_cache_bytes: int | None = None,
         cache_device: str = "cpu",
         selector: str = "guided",
         max_kl: float | None = None,
@@ -125,6 +127,7 @@ class InferenceEngine:
             selector=selector,
             max_kl=max_kl,
             max_cache_bytes=max_cache_bytes,
+            disk_cache_bytes=disk_cache_bytes,
             cache_device=cache_device,
             bit_exact=bit_exact,
             cache_salt=cache_salt,
@@ -185,6 +188,23 @@ class InferenceEngine:
         family = self._namespaces.current(cache_salt).family  # checks the weights over now, not later
         if recompute_ratio == "auto":
             self._use_calibration(calibration.load(family, selector))
+        self._disk = self._open_disk(family)
+
+    def _open_disk(self, family: str) -> DiskCache | None:
+        """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
+        if self.settings.disk_cache_dir is None:
+            return None
+        longest = self.chunk_size + 2 * self.settings.chunk_boundary_window
+        slot_bytes = slot_bytes_for(self.codec, longest)
+        budget = self.settings.disk_cache_bytes
+        return DiskCache(
+            self.cache_manager,
+            self.codec,
+            Path(self.settings.disk_cache_dir) / f"{family[:24]}-{slot_bytes}",
+            family,
+            max_chunks=DEFAULT_CHUNKS if budget is None else budget // slot_bytes,
+            slot_bytes=slot_bytes,
+        )
 
     @classmethod
     def from_pretrained(
@@ -267,8 +287,7 @@ class InferenceEngine:
         if self._is_gated(request):
             self.cache_manager.count_request(reused=0, total=len(request.prompt), reason=rope.GATED_REASON)
             return self._serve_plain(request, rope.GATED_REASON)
-        with self._planned(request) as plan:
-            arena = self._place(plan, request)
+        plan, arena = self._place(request)
         run_started = time.perf_counter()
         recomputed = self._repair(plan, request, arena)
         decoded = self._run(request, arena)
@@ -296,12 +315,38 @@ class InferenceEngine:
             refusal=self._approximation.refusal(total) if with_content else "",
         )
 
-    def _place(self, plan: ReusePlan, request: Request) -> Arena:
-        """An arena that holds the planned KV, with room for the rest and the answer."""
+    def _place(self, request: Request) -> tuple[ReusePlan, Arena]:
+        """What is reused of the prompt, and an arena that holds it, with room for the rest and the answer."""
         capacity = len(request.prompt) + request.options.max_new_tokens
         arena, exact, any_kind = self._workspace.take(capacity, request.namespace.key, request.token_ids)
-        self.assembler.place(plan, arena, exact, any_kind)
-        return arena
+        return self._placed(lambda: self._planned(request), arena, exact, any_kind), arena
+
+    def _placed(
+        self,
+        planned: Callable[[], AbstractContextManager[ReusePlan]],
+        arena: Arena,
+        exact: int = 0,
+        any_kind: int = 0,
+    ) -> ReusePlan:
+        """Plan and place. What cannot be read from disk is forgotten, and the plan is made without it."""
+        while True:
+            with planned() as plan:
+                failed = self._load_and_place(plan, arena, exact, any_kind)
+            if not failed:
+                return plan
+            for key, reason in failed.items():
+                self.cache_manager.lost_on_disk([key], reason)
+
+    def _load_and_place(self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int) -> dict[str, str]:
+        """Place a plan; returns the chunks that could not be loaded, with reasons, where there are such."""
+        if self._disk is None:
+            self.assembler.place(plan, arena, exact, any_kind)
+            return {}
+        fetched = self._disk.fetch(self.assembler.chunks_needed(plan, exact, any_kind))
+        if not fetched.failed:
+            self.assembler.place(plan, arena, exact, any_kind, fetched.loaded)
+        self.cache_manager.warm_up(fetched.loaded)
+        return fetched.failed
 
     def _repair(self, plan: ReusePlan, request: Request, arena: Arena) -> np.ndarray:
         """Compute again what the new surroundings change, and what is missing between reused runs.
@@ -384,9 +429,8 @@ class InferenceEngine:
     ) -> StoreReport:
         if position_offset:
             namespace = namespace.at_offset(position_offset)
-        with self.assembler.planned(ids, namespace, limit=end) as plan:
-            arena, already, _ = self._workspace.take(max(end, 1), namespace.key, ids)
-            self.assembler.place(plan, arena, already)
+        arena, already, _ = self._workspace.take(max(end, 1), namespace.key, ids)
+        plan = self._placed(lambda: self.assembler.planned(ids, namespace, limit=end), arena, already)
         with decode.running(self.model, fast=not self.bit_exact):
             if self.settings.overlap_k:
                 self._encode_with_overlap(ids, arena, end, position_offset)
@@ -394,8 +438,10 @@ class InferenceEngine:
                 decode.prefill(
                     self.model, ids, arena, end, block=self._block, position_offset=position_offset
                 )
+        self._make_way(end - plan.reused)
         report = self._keeper.keep(ids[:end], arena, namespace, position_offset=position_offset)
         self._workspace.give_back(arena, namespace.key, ids[:end])
+        self._save_soon()
         return report
 
     def _encode_with_overlap(self, ids: np.ndarray, arena: Arena, end: int, position_offset: int) -> None:
@@ -429,6 +475,7 @@ class InferenceEngine:
         if self.settings.overlap_k:  # what was computed here saw more than its encoding allows
             self._warm_exact(ids, len(ids), request.namespace, 0)
             return
+        self._make_way(len(ids) - plan.reused)
         exact = plan.first_approximate if plan.first_approximate < plan.total else len(ids)
         if exact == len(ids):
             self._keeper.keep(ids, arena, request.namespace)
@@ -438,6 +485,17 @@ class InferenceEngine:
                 changed = repair.positions_of(plan.repair_runs, exact=False)
             self._keeper.keep_approximate(ids, arena, request.namespace, plan, changed)
         self._workspace.give_back(arena, request.namespace.key, ids, exact)
+        self._save_soon()
+
+    def _make_way(self, tokens: int) -> None:
+        """After the first token: let the disk save what storing `tokens` tokens would evict."""
+        if self._disk is not None and tokens > 0:
+            self._disk.make_way(tokens)
+
+    def _save_soon(self) -> None:
+        """What was stored goes to disk beside the next requests."""
+        if self._disk is not None:
+            self._disk.wake()
 
     # --- one's own generate loop -------------------------------------------------------------
 
@@ -462,8 +520,7 @@ class InferenceEngine:
         if self._is_gated(request):
             return PreparedPrompt.gated(self.model, ids, rope.GATED_REASON)
         arena = Arena(self.layout, len(ids) + max_new_tokens)
-        with self.assembler.planned(ids, request.namespace, limit=len(ids) - 1) as plan:
-            self.assembler.place(plan, arena)
+        plan = self._placed(lambda: self.assembler.planned(ids, request.namespace, limit=len(ids) - 1), arena)
         self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
         if self.bit_exact:
             with decode.running(self.model, fast=False):
@@ -485,7 +542,9 @@ class InferenceEngine:
             self._reader.remember_answer(self._reader.decode(answer), answer, prepared.namespace.salt)
         if self.settings.overlap_k:
             return self._warm_exact(ids, len(ids), prepared.namespace, 0)
-        return self._keeper.keep(ids, prepared.arena, prepared.namespace)
+        report = self._keeper.keep(ids, prepared.arena, prepared.namespace)
+        self._save_soon()
+        return report
 
     # --- why, and why not --------------------------------------------------------------------
 
@@ -523,7 +582,8 @@ class InferenceEngine:
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counters of the cache at this moment."""
-        return {**self.cache_manager.stats(), "workspace_bytes": self._workspace.nbytes}
+        stats = {**self.cache_manager.stats(), "workspace_bytes": self._workspace.nbytes}
+        return stats if self._disk is None else {**stats, "disk": self._disk.stats()}
 
     def pin(self, text: Prompt, *, cache_salt: str | None = None) -> int:
         """Keep what is stored of `text` from eviction; returns how many of its tokens that are."""
@@ -574,7 +634,7 @@ class InferenceEngine:
         if refusal := self._approximation.refusal(0, calibrating=True):
             raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
         options = {**dataclasses.asdict(self.settings), "max_chunks": None, "max_cache_bytes": None}
-        options |= {"recompute_ratio": 0.15, "max_kl": None}
+        options |= {"recompute_ratio": 0.15, "max_kl": None, "disk_cache_dir": None, "disk_cache_bytes": None}
         with InferenceEngine(self.model, self.tokenizer, strict=False, **options) as engine:
             found = calibration.measure(
                 engine,
@@ -600,14 +660,21 @@ class InferenceEngine:
         return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
 
     def clear(self) -> None:
-        """Forget all cached text that is not pinned, and remembered answers."""
+        """Forget all cached text that is not pinned, on disk too, and remembered answers."""
+        if self._disk is not None:
+            self._disk.clear()
         self.cache_manager.clear()
         self._workspace.drop()
         self._reader.forget_answers()
 
     def close(self) -> None:
-        """Free what the engine holds beside the model. It can be called twice."""
+        """Save what is not on disk yet, and free what the engine holds beside the model.
+
+        It can be called twice.
+        """
         self._workspace.drop()
+        if self._disk is not None:
+            self._disk.close()
 
     def __enter__(self) -> InferenceEngine:
         return self

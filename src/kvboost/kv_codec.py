@@ -154,15 +154,23 @@ def _placed(
 
 @dataclass(frozen=True, eq=False)
 class StoredKV:
-    """KV of `tokens` tokens as `codec` keeps it."""
+    """KV of `tokens` tokens as `codec` keeps it. Without tensors it lies on disk, and is loaded first."""
 
     codec: KVCodec
     tensors: Packed
     tokens: int
 
+    @property
+    def is_loaded(self) -> bool:
+        return bool(self.tensors)
+
     @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def without_tensors(self) -> StoredKV:
+        """What is left when the tensors go."""
+        return StoredKV(self.codec, (), self.tokens)
 
     def place(self, arena: Arena, start: int, offset: int, end: int) -> None:
         """Write its tokens `[offset, end)` to positions from `start` on, in every row of the batch."""

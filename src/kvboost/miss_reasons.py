@@ -20,15 +20,18 @@ _MAX_REMEMBERED = 65_536
 
 
 class EvictedChunks:
-    """The keys of chunks evicted last, by the chunk that they followed."""
+    """The keys of chunks that went last and why, by the chunk that they followed."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, tuple[str, int]] = OrderedDict()  # key -> (parent key, bytes)
+        self._reasons: dict[str, str] = {}  # of those that were not just evicted
         self._sizes: dict[str, dict[int, int]] = {}  # parent key -> {bytes: how many}
 
-    def remember(self, key: str, parent_key: str, size: int) -> None:
-        """Note that the chunk `key` of `size` token bytes under `parent_key` was evicted."""
+    def remember(self, key: str, parent_key: str, size: int, reason: str = EVICTED) -> None:
+        """Note that the chunk `key` of `size` token bytes under `parent_key` went."""
         self.forget(key)
+        if reason != EVICTED:
+            self._reasons[key] = reason
         self._keys[key] = (parent_key, size)
         sizes = self._sizes.setdefault(parent_key, {})
         sizes[size] = sizes.get(size, 0) + 1
@@ -40,6 +43,7 @@ class EvictedChunks:
         if key not in self._keys:
             return
         parent_key, size = self._keys.pop(key)
+        self._reasons.pop(key, None)
         sizes = self._sizes[parent_key]
         sizes[size] -= 1
         if not sizes[size]:
@@ -47,15 +51,18 @@ class EvictedChunks:
         if not sizes:
             del self._sizes[parent_key]
 
-    def holds_start_of(self, rest: bytes, parent_key: str) -> bool:
-        """Whether a chunk that begins `rest` under `parent_key` was evicted."""
-        return any(
-            size <= len(rest) and chained_hash_from_bytes(rest[:size], parent_key) in self._keys
-            for size in self._sizes.get(parent_key, ())
-        )
+    def why_start_went(self, rest: bytes, parent_key: str) -> str:
+        """Why a chunk that begins `rest` under `parent_key` is no longer there; "" where there was none."""
+        for size in self._sizes.get(parent_key, ()):
+            if size <= len(rest):
+                key = chained_hash_from_bytes(rest[:size], parent_key)
+                if key in self._keys:
+                    return self._reasons.get(key, EVICTED)
+        return ""
 
     def clear(self) -> None:
         self._keys.clear()
+        self._reasons.clear()
         self._sizes.clear()
 
 
@@ -70,8 +77,8 @@ def why_missing(
     """Why the tokens after what `walk` found were not found."""
     whole = walk.node.end if walk is not None else 0
     parent_key = walk.node.key if walk is not None else namespace.key
-    if evicted.holds_start_of(tokens[whole * TOKEN_BYTES :], parent_key):
-        return EVICTED
+    if went := evicted.why_start_went(tokens[whole * TOKEN_BYTES :], parent_key):
+        return went
     if walk is not None and (divergence := divergence_of(tokens, walk)) is not None:
         return "diverged at token {}: expected {}, got {}".format(*divergence)
     found = walk.length if walk is not None else 0

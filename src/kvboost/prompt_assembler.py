@@ -6,7 +6,7 @@ was moved, `assemble` does both into an arena of its own and describes the outco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,6 +18,7 @@ from kvboost.arena import Arena
 from kvboost.cache_manager import ROOT, ContentMatch, KVCacheManager, PrefixMatch
 from kvboost.content_matching import ChainMatch, ChunkMatch
 from kvboost.costs import CostEstimate
+from kvboost.kv_codec import KeptChunk, StoredKV
 from kvboost.models import AssembledPrompt, AssemblyMode, Origin, ReusedRun, Span, TokenIds
 from kvboost.namespace import Namespace
 from kvboost.rope import KeyRotation
@@ -271,31 +272,51 @@ class PromptAssembler:
             )
         return ReusePlan(total, match, reused, reason, lossy_from=self._lossy_from, refusal=refusal)
 
-    def place(self, plan: ReusePlan, arena: Arena, exact_already: int = 0, any_already: int = 0) -> None:
+    def chunks_needed(self, plan: ReusePlan, exact_already: int = 0, any_already: int = 0) -> list[KeptChunk]:
+        """The chunks that `place` will copy from."""
+        pieces = [
+            *_cut(plan.pieces, exact_already, plan.prefix_end),
+            *_cut(plan.chain_pieces, max(plan.prefix_end, any_already), plan.chain_end),
+            *plan.moved_pieces,
+        ]
+        return list({piece.chunk.chunk_id: piece.chunk for piece in pieces}.values())
+
+    def place(
+        self,
+        plan: ReusePlan,
+        arena: Arena,
+        exact_already: int = 0,
+        any_already: int = 0,
+        loaded: Mapping[str, StoredKV] | None = None,
+    ) -> None:
         """Copy the planned KV into `arena` and turn the keys of what moved.
 
         Of the prompt's first tokens it holds `exact_already` as exact and `any_already` as this chain by now.
+        `loaded` has the KV of chunks that lie on disk.
         """
+        loaded = loaded or {}
         for piece in _cut(plan.pieces, exact_already, plan.prefix_end):
-            _copy(piece, arena)
+            _copy(piece, arena, loaded)
         chain_start = max(plan.prefix_end, any_already)
-        self._place_moved(_cut(plan.chain_pieces, chain_start, plan.chain_end), arena)
+        self._place_moved(_cut(plan.chain_pieces, chain_start, plan.chain_end), arena, loaded)
         for overlay in plan.content.chain.overlays if plan.chain_end > chain_start else ():
             inside = (overlay.positions >= chain_start) & (overlay.positions < plan.chain_end)
             columns = torch.from_numpy(np.flatnonzero(inside))
             own = overlay.kv.decoded(len(overlay.positions))
             parts = [part.index_select(1, columns.to(part.device)) for part in own]
             arena.place_at(parts, torch.from_numpy(overlay.positions[inside]))
-        self._place_moved(plan.moved_pieces, arena)
+        self._place_moved(plan.moved_pieces, arena, loaded)
         if plan.needs_repair:
             # What is not filled yet is masked, but a mask does not stop the NaN of an earlier request.
             for start, end in plan.gaps:
                 arena.clear(start, end)
         arena.set_length(plan.contiguous_end)
 
-    def _place_moved(self, pieces: Sequence[ChunkMatch], arena: Arena) -> None:
+    def _place_moved(
+        self, pieces: Sequence[ChunkMatch], arena: Arena, loaded: Mapping[str, StoredKV]
+    ) -> None:
         for piece in pieces:
-            _copy(piece, arena)
+            _copy(piece, arena, loaded)
         for start, end, shift in _stretches(pieces):
             if shift:
                 assert self._rotation is not None
@@ -333,8 +354,9 @@ class PromptAssembler:
             )
 
 
-def _copy(piece: ChunkMatch, arena: Arena) -> None:
-    piece.chunk.kv.place(arena, piece.start, piece.offset, piece.offset + piece.end - piece.start)
+def _copy(piece: ChunkMatch, arena: Arena, loaded: Mapping[str, StoredKV]) -> None:
+    kv = piece.chunk.kv if piece.chunk.kv.is_loaded else loaded[piece.chunk.chunk_id]
+    kv.place(arena, piece.start, piece.offset, piece.offset + piece.end - piece.start)
 
 
 def _stretches(pieces: Sequence[ChunkMatch]) -> Iterator[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, cast
@@ -33,13 +34,14 @@ class EngineSettings:
     recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.SELECTIVE
     recompute_ratio: float | str = 0.15
     kv_cache_bits: int | str | None = 16
-    disk_cache_dir: str | None = None
+    disk_cache_dir: str | os.PathLike[str] | None = None
     chunk_boundary_window: int = 0
     overlap_k: int = 0
     sink_tokens: int = 0
     selector: str = "guided"
     max_kl: float | None = None
     max_cache_bytes: int | None = None
+    disk_cache_bytes: int | None = None
     cache_device: str = "cpu"
     bit_exact: bool = False
     cache_salt: str = ""
@@ -63,8 +65,11 @@ class EngineSettings:
             raise InvalidRequestError(
                 f"bit_exact needs KV as it was computed: set kv_cache_bits to 16, not {self.kv_cache_bits!r}"
             )
-        if self.disk_cache_dir is not None:
-            raise InvalidRequestError("disk_cache_dir is not available in this version; leave it out")
+        self._at_least("disk_cache_bytes", 0, or_none=True)
+        if self.disk_cache_dir is not None and not isinstance(self.disk_cache_dir, (str, os.PathLike)):
+            raise InvalidRequestError(f"disk_cache_dir must be a folder, got {self.disk_cache_dir!r}")
+        if self.disk_cache_bytes is not None and self.disk_cache_dir is None:
+            raise InvalidRequestError("disk_cache_bytes needs a folder: pass disk_cache_dir with it")
         if self.cache_device not in CACHE_DEVICES:
             raise InvalidRequestError(f'cache_device must be "cpu" or "model", got {self.cache_device!r}')
         if not isinstance(self.cache_salt, str):

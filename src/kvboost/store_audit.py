@@ -26,17 +26,20 @@ def check(store: ChunkStore) -> None:
         later = sum(entries[child.key].shields for child in node.children)
         if entry.shields != entry.readers + entry.pins + later:
             raise AssertionError(f"chunk {node.key[:8]} counts its shields wrongly")
+        if entry.warm_children != sum(not entries[child.key].is_cold for child in node.children):
+            raise AssertionError(f"chunk {node.key[:8]} counts its children wrongly")
         _check_entry(entry, node, evictable=node.key in evictable)
         for part in entry.chunk.kv.tensors:
             storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     held = sum(entry.size_bytes for entry in entries.values())
-    if not pending and (held, len(nodes)) != (tier.used_bytes, tier.used_entries):
+    warm = sum(not entry.is_cold for entry in entries.values())
+    if not pending and (held, warm) != (tier.used_bytes, tier.used_entries):
         raise AssertionError(f"books say {tier.used_bytes} bytes, entries hold {held}")
     if sum(storages.values()) != held:
         raise AssertionError(f"tensors keep {sum(storages.values())} bytes alive, entries say {held}")
     if not tier.fits(0, 0):
         raise AssertionError("the budget is exceeded")
-    shielded = [entry.size_bytes for entry in entries.values() if entry.shields]
+    shielded = [entry.size_bytes for entry in entries.values() if entry.shields and not entry.is_cold]
     if not pending and (sum(shielded), len(shielded)) != (tier.kept_bytes, tier.kept_entries):
         raise AssertionError(f"books say {tier.kept_bytes} bytes must stay, entries say {sum(shielded)}")
 
@@ -83,5 +86,3 @@ def _check_entry(entry: StoreEntry, node: TreeNode, *, evictable: bool) -> None:
         raise AssertionError(f"chunk {node.key[:8]} has a negative count")
     if entry.is_evictable != evictable:
         raise AssertionError(f"chunk {node.key[:8]} is wrongly evictable or not")
-    if not entry.chunk.kv.tensors:
-        raise AssertionError(f"chunk {node.key[:8]} holds no tensors")

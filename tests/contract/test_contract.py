@@ -41,8 +41,6 @@ NOT_YET: frozenset[str] = frozenset(
         "method generate_many",
         "method score",
         "method verify_correctness",
-        "option disk_cache_bytes",
-        "value disk_cache_dir='folder'",
         "command disk",
         "command serve",
         "command verify",

@@ -30,21 +30,21 @@ def test_it_knows_exactly_what_was_evicted(
             evicted.forget(key)
             model.discard((under, span))
     expected = any(under == parent and text[: len(span)] == span for under, span in model)
-    assert evicted.holds_start_of(token_bytes(text), parent) == expected
+    assert bool(evicted.why_start_went(token_bytes(text), parent)) == expected
     for under, span in model:
         evicted.forget(chained_hash(span, under))
     assert not evicted._keys
     assert not evicted._sizes
     evicted.remember("key", parent, 4)
     evicted.clear()
-    assert not evicted.holds_start_of(token_bytes(text), parent)
+    assert not bool(evicted.why_start_went(token_bytes(text), parent))
 
 
 def test_forgetting_what_was_never_remembered_does_nothing() -> None:
     evicted = EvictedChunks()
     evicted.remember(chained_hash([1]), "", 4)
     evicted.forget("something else")
-    assert evicted.holds_start_of(token_bytes([1, 2]), "")
+    assert bool(evicted.why_start_went(token_bytes([1, 2]), ""))
 
 
 def test_the_memory_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,9 +52,9 @@ def test_the_memory_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.Monkey
     evicted = EvictedChunks()
     for token in range(10):
         evicted.remember(chained_hash([token], f"parent {token}"), f"parent {token}", 4)
-    assert [evicted.holds_start_of(token_bytes([t]), f"parent {t}") for t in range(10)] == [False] * 7 + [
-        True
-    ] * 3
+    assert [bool(evicted.why_start_went(token_bytes([t]), f"parent {t}")) for t in range(10)] == [
+        False
+    ] * 7 + [True] * 3
     assert len(evicted._keys) == len(evicted._sizes) == 3
 
 

@@ -1,0 +1,255 @@
+"""The disk behind a chunk store: saving beside requests, reading under a deadline.
+
+One thread saves what the store has and the disk does not, and tells the store what went; a few others read.
+Nobody who answers a request ever waits for the disk longer than the deadline, and only for chunks that the
+prompt needs. Knows the store and the disk tier, no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvboost import serde
+from kvboost.cache_manager import KVCacheManager, StoredChunk
+from kvboost.disk_tier import CORRUPT, GONE, DiskEntry, DiskTier
+from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
+
+TOO_SLOW = "the disk did not answer in time"
+DEFAULT_CHUNKS = 256
+_DEADLINE_S = 2.0  # for all that one request needs
+_DRAIN_S = 60.0
+_WAY_S = 1.0  # that storing waits for saving
+_REST_S = 30.0  # that it does not wait at all after the disk was too slow
+_BATCH = 8  # chunks that are synced and entered together
+_REFRESH_S = 5.0
+_READERS = 4
+_MOST_STUCK = 16  # readers that may hang before the disk is given up
+
+
+def slot_bytes_for(codec: KVCodec, tokens: int) -> int:
+    """Room for a chunk of `tokens` tokens with its header."""
+    header = 2_048 + 64 * len(codec.layout.layers) + 4 * tokens
+    return serde.padded(header) + serde.padded(codec.bytes_for(tokens))
+
+
+@dataclass
+class Fetched:
+    """What was read from disk, and what could not be, with the reason."""
+
+    loaded: dict[str, StoredKV] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class DiskCache:
+    """Saves and loads the chunks of one family in one folder."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        codec: KVCodec,
+        folder: Path,
+        family: str,
+        *,
+        max_chunks: int,
+        slot_bytes: int,
+    ) -> None:
+        self._manager = manager
+        self._codec = codec
+        self._family = family
+        self.tier = DiskTier(folder, max_chunks, slot_bytes, codec=codec)
+        self._readers = _Readers()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._is_saving = False
+        self._no_waiting_until = 0.0
+        self._adopt()
+        manager.save_from_now_on()
+        self._saver = threading.Thread(target=self._save_forever, name="kvboost-saver", daemon=True)
+        self._saver.start()
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def fetch(self, chunks: Iterable[KeptChunk], deadline_s: float | None = None) -> Fetched:
+        """Read chunks whose KV lies on disk, all of them within the deadline."""
+        until = time.monotonic() + (_DEADLINE_S if deadline_s is None else deadline_s)
+        wanted = {chunk.chunk_id: chunk for chunk in chunks if not chunk.kv.is_loaded}
+        found = Fetched()
+        futures: dict[str, Future[KeptChunk | None]] = {}
+        for key in wanted:
+            entry = self.tier.entry(key)
+            if entry is None:
+                found.failed[key] = GONE
+            elif (future := self._readers.submit(partial(self.tier.load, entry))) is None:
+                found.failed[key] = TOO_SLOW
+            else:
+                futures[key] = future
+        for key, future in futures.items():
+            try:
+                chunk = future.result(max(0.0, until - time.monotonic()))
+            except FutureTimeoutError:
+                self._readers.give_up(future)
+                found.failed[key] = TOO_SLOW
+                continue
+            except Exception as error:  # out of memory, for one: the prompt can be computed all the same
+                found.failed[key] = type(error).__name__
+                continue
+            if chunk is None:
+                found.failed[key] = CORRUPT
+            else:
+                found.loaded[key] = chunk.kv
+        return found
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There is something to save."""
+        self._wake.set()
+
+    def _save_forever(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # a saver that dies would lose everything from then on
+                self._save_all()
+            if self._closing.is_set():
+                return
+            if not self._wake.wait(_REFRESH_S):
+                with contextlib.suppress(Exception):
+                    if self.tier.refresh():
+                        self._adopt()
+            self._wake.clear()
+
+    def _save_all(self) -> None:
+        self._is_saving = True
+        try:
+            while chunks := self._manager.take_unsaved(_BATCH, self._family):
+                written: Sequence[bool] = [False] * len(chunks)
+                try:
+                    written = self.tier.write_records([_record(stored) for stored in chunks])
+                finally:
+                    self._manager.mark_saved(chunks, written)
+                    self._manager.lost_on_disk(self.tier.take_evicted(), GONE)
+            if obsolete := self._manager.take_obsolete():
+                self.tier.remove(obsolete)
+        finally:
+            self._is_saving = False
+
+    def _adopt(self) -> None:
+        """Tell the store what is on disk."""
+        known = [
+            StoredChunk(
+                entry.header.meta["namespace"], entry.header.meta["content"], _cold(entry, self._codec)
+            )
+            for entry in self.tier.entries()
+            if self.tier.is_readable(entry)
+        ]
+        self._manager.adopt(known, self._family)
+
+    def make_way(self, tokens: int) -> None:
+        """Before `tokens` tokens are stored: give the disk a moment to save what they would evict.
+
+        Never more than a second, and not again for a while once that was not enough.
+        """
+        has_room = self._manager.has_room(tokens, self._codec.bytes_for(tokens))
+        if has_room or time.monotonic() < self._no_waiting_until:
+            return
+        if not self.flush(_WAY_S):
+            self._no_waiting_until = time.monotonic() + _REST_S
+
+    def flush(self, timeout_s: float = _DRAIN_S) -> bool:
+        """Wait until all is saved; False where that took too long."""
+        until = time.monotonic() + timeout_s
+        while self._manager.num_unsaved or self._is_saving:
+            self._wake.set()
+            if time.monotonic() >= until or not self._saver.is_alive():
+                return False
+            time.sleep(0.005)
+        return True
+
+    def clear(self) -> None:
+        """Forget all that is on disk. What is in the store alone will be saved again."""
+        self.flush()
+        keys = [entry.header.key for entry in self.tier.entries()]
+        self.tier.clear()
+        self._manager.lost_on_disk(keys, GONE)
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes and counters of the disk at this moment."""
+        return {**self.tier.stats(), "unsaved_chunks": self._manager.num_unsaved}
+
+    def close(self) -> None:
+        """Save what is left, and close the files."""
+        if self._closing.is_set():
+            return
+        self.flush()
+        self._closing.set()
+        self._wake.set()
+        self._saver.join(_DRAIN_S)
+        self._readers.close()
+        if not self._saver.is_alive():
+            self.tier.close()
+
+
+class _Readers:
+    """A few threads that read. One that hangs is left behind, and another takes its place."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._stuck: set[Future[Any]] = set()
+        self._started = 0
+        for _ in range(_READERS):
+            self._start()
+
+    def _start(self) -> None:
+        self._started += 1
+        threading.Thread(target=self._work, name="kvboost-reader", daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any] | None:
+        """Have `call` made; None where too many readers hang."""
+        self._stuck = {future for future in self._stuck if not future.done()}
+        if len(self._stuck) >= _MOST_STUCK:
+            return None
+        future: Future[Any] = Future()
+        self._queue.put((future, call))
+        return future
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Wait for it no longer; a reader that is at it may never come back."""
+        if not future.cancel():
+            self._stuck.add(future)
+            if self._started < _READERS + _MOST_STUCK:
+                self._start()
+
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            future, call = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        for _ in range(self._started):
+            self._queue.put(None)
+
+
+def _record(stored: StoredChunk) -> serde.Record:
+    return serde.to_record(
+        stored.chunk, namespace=stored.namespace_key, content=stored.content_key, with_text=False
+    )
+
+
+def _cold(entry: DiskEntry, codec: KVCodec) -> KeptChunk:
+    chunk = entry.header.chunk((), codec)
+    chunk.kv = StoredKV(codec, (), len(chunk.token_ids))
+    return chunk
