@@ -62,11 +62,12 @@ class DiskCache:
         *,
         max_chunks: int,
         slot_bytes: int,
+        label: str = "",
     ) -> None:
         self._manager = manager
         self._codec = codec
         self._family = family
-        self.tier = DiskTier(folder, max_chunks, slot_bytes, codec=codec)
+        self.tier = DiskTier(folder, max_chunks, slot_bytes, codec=codec, label=label)
         self._readers = _Readers()
         self._wake = threading.Event()
         self._closing = threading.Event()

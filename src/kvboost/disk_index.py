@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
+import re
 import sqlite3
 import threading
 import uuid
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 VERSION = 1
+_OWNER_NAME = re.compile("[0-9a-f]{32}")
+_MOST = 1 << 62
 _BUSY_SECONDS = 10.0
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
@@ -27,20 +31,26 @@ _SCHEMA = (
 
 
 class IndexRow(NamedTuple):
-    """A chunk's key, its slot, and the header of its record."""
+    """A chunk's key, its slot, and the header of its record; what a damaged file says may be anything."""
 
     key: str
     slot: int
     header: bytes
+    number: int = -1  # of the row, where it came from the database
 
 
 class Owner:
-    """This process, as others can see it: a locked file that the system unlocks when the process ends."""
+    """This process, as others can see it: a locked file that the system unlocks when the process ends.
+
+    It must be made while no other process makes one or looks for dead ones.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.name = uuid.uuid4().hex
         folder.mkdir(mode=0o700, exist_ok=True)
+        for other in os.listdir(folder):
+            self.is_alive(other)
         self._fd = os.open(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
@@ -48,6 +58,8 @@ class Owner:
         """Whether the process behind `name` still runs; removes what it left where it does not."""
         if name == self.name:
             return True
+        if not isinstance(name, str) or _OWNER_NAME.fullmatch(name) is None:
+            return False
         try:
             fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -63,9 +75,11 @@ class Owner:
         return False
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            (self._folder / self.name).unlink()
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                (self._folder / self.name).unlink()
+            os.close(fd)
 
 
 class DiskIndex:
@@ -75,16 +89,18 @@ class DiskIndex:
         self.path = path
         self._owner = owner
         self._lock = threading.RLock()
+        if not path.exists():  # SQLite gives its other files the mode of this one
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._connection = sqlite3.connect(
             path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
+        self._connection.text_factory = lambda raw: raw.decode(errors="replace")
         try:
             self._execute("PRAGMA journal_mode=WAL")
             self._execute("PRAGMA synchronous=NORMAL")
             with self.transaction():
                 for statement in _SCHEMA:
                     self._execute(statement)
-            path.chmod(0o600)
             self._inode = path.stat().st_ino
             self._seen_version = -1
         except BaseException:
@@ -110,8 +126,10 @@ class DiskIndex:
     # --- what is there -----------------------------------------------------------------------
 
     def meta(self) -> dict[str, int]:
+        """The numbers that describe the folder, as far as they are any."""
         with self._lock:
-            return dict(self._execute("SELECT name, value FROM meta").fetchall())
+            found = self._execute("SELECT name, value FROM meta").fetchall()
+        return {name: value for name, value in found if isinstance(value, int) and 0 <= value < _MOST}
 
     def set_meta(self, **values: int) -> None:
         for name, value in values.items():
@@ -120,12 +138,14 @@ class DiskIndex:
     def rows(self) -> list[IndexRow]:
         """All entries, those used last at the end."""
         with self._lock:
-            found = self._execute("SELECT key, slot, header FROM entries ORDER BY used").fetchall()
+            found = self._execute("SELECT key, slot, header, rowid FROM entries ORDER BY used").fetchall()
         return [IndexRow(*row) for row in found]
 
     def row(self, key: str) -> IndexRow | None:
         with self._lock:
-            found = self._execute("SELECT key, slot, header FROM entries WHERE key = ?", (key,)).fetchone()
+            found = self._execute(
+                "SELECT key, slot, header, rowid FROM entries WHERE key = ?", (key,)
+            ).fetchone()
         return IndexRow(*found) if found is not None else None
 
     def has_changed(self) -> bool:
@@ -168,16 +188,18 @@ class DiskIndex:
             used = {row[0] for row in self._execute("SELECT slot FROM entries UNION SELECT slot FROM claims")}
             known = {key for key in keys if self.row(key) is not None}
             wanted = [key for key in dict.fromkeys(keys) if key not in known]
-            free = [slot for slot in range(slots) if slot not in used][: len(wanted)]
+            free = list(itertools.islice((slot for slot in range(slots) if slot not in used), len(wanted)))
             evicted: list[str] = []
             if len(free) < len(wanted):
-                oldest = self._execute(
-                    "SELECT key, slot FROM entries ORDER BY used, rowid DESC LIMIT ?",
-                    (len(wanted) - len(free),),
-                ).fetchall()
-                evicted = [key for key, _ in oldest]
-                free += [slot for _, slot in oldest if 0 <= slot < slots]
-                self._delete(evicted)
+                oldest = self._execute("SELECT key, slot, rowid FROM entries ORDER BY used, rowid DESC")
+                victims = itertools.islice(
+                    (row for row in oldest if row[0] not in known), len(wanted) - len(free)
+                )
+                for key, slot, number in list(victims):
+                    evicted.append(key)
+                    self._execute("DELETE FROM entries WHERE rowid = ?", (number,))
+                    if isinstance(slot, int) and 0 <= slot < slots:
+                        free.append(slot)
             claimed = dict(zip(wanted, free, strict=False))
             for slot in claimed.values():
                 self._execute("INSERT INTO claims VALUES (?, ?)", (slot, self._owner.name))
@@ -207,24 +229,26 @@ class DiskIndex:
             for key in keys:
                 self._execute("UPDATE entries SET used = ? WHERE key = ?", (clock, key))
 
-    def remove(self, keys: Iterable[str], *, only: dict[str, bytes] | None = None) -> None:
-        """Drop entries; with `only`, those that still have the header given there."""
+    def remove(self, keys: Iterable[str]) -> None:
+        """Drop entries."""
         with self.transaction():
-            self._delete(
-                key
-                for key in keys
-                if only is None or ((row := self.row(key)) is not None and row.header == only[key])
-            )
+            for key in keys:
+                self._execute("DELETE FROM entries WHERE key = ?", (key,))
 
-    def resize(self, num_slots: int) -> None:
+    def remove_rows(self, rows: Iterable[IndexRow]) -> None:
+        """Drop rows as they were read, unless they have changed since."""
+        with self.transaction():
+            for row in rows:
+                self._execute(
+                    "DELETE FROM entries WHERE rowid = ? AND slot IS ? AND header IS ?",
+                    (row.number, row.slot, row.header),
+                )
+
+    def resize(self, num_slots: int, version: int) -> None:
         """Use so many slots from now on; entries beyond them are dropped."""
         with self.transaction():
             self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (num_slots,))
-            self.set_meta(num_slots=num_slots)
-
-    def _delete(self, keys: Iterable[str]) -> None:
-        for key in list(keys):
-            self._execute("DELETE FROM entries WHERE key = ?", (key,))
+            self.set_meta(num_slots=num_slots, version=version)
 
     def _tick(self) -> int:
         clock = self.meta().get("clock", 0) + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import sqlite3
 import threading
@@ -28,10 +29,12 @@ from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec
 from kvboost.models import CachedChunk
 from kvboost.serde import Record, RecordHeader
-from kvboost.slot_file import SlotFile
+from kvboost.slot_file import MOST_SLOTS, SlotFile
 
 INDEX = "index.sqlite"
 SLOTS = "slots.bin"
+GEOMETRY = "tier.json"
+FORMAT = "kvboost-disk"
 CORRUPT = "corrupt"
 GONE = "evicted"
 _FAILURES = (OSError, sqlite3.Error)
@@ -75,8 +78,12 @@ class DiskTier:
         slot_bytes: int = 10_485_760,
         *,
         codec: KVCodec | None = None,
+        label: str = "",
     ) -> None:
-        """Open or make the folder. With a `codec`, chunks of any other form are not read."""
+        """Open or make the folder. With a `codec`, chunks of any other form are not read.
+
+        `label` says to people whose chunks these are.
+        """
         for name, value, least in (
             ("max_chunks", max_chunks, 0),
             ("slot_bytes", slot_bytes, serde.ALIGNMENT),
@@ -88,65 +95,95 @@ class DiskTier:
         self.slot_bytes = slot_bytes
         self.misses: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self._codec = codec
         self.evicted: list[str] = []  # keys that made room since somebody asked last
+        self.label = label
+        self._codec = codec
         self._lock = threading.RLock()  # for the entries; never held while the disk is waited for
         self._writing = threading.RLock()
         self._entries: dict[str, DiskEntry] = {}
+        self._open_files: contextlib.ExitStack = contextlib.ExitStack()
         make_private_folder(self.folder)
-        try:
-            self._owner = Owner(self.folder / "owners")
-            try:
-                self._slots = SlotFile(self.folder / SLOTS, slot_bytes, max_chunks)
-            except CacheFileError:
-                self._owner.close()
-                raise
-            self._index = self._open_index()
-        except OSError as error:
-            raise CacheFileError(f"{self.folder} cannot be used: {error}") from error
+        self._open(label)
         self._load()
+
+    @classmethod
+    def existing(cls, folder: str | os.PathLike[str]) -> DiskTier:
+        """The tier that was made in `folder`, with the sizes that it was made with."""
+        geometry = read_geometry(Path(folder))
+        if geometry is None:
+            raise CacheFileError(f"{folder} holds no disk cache: there is no readable {GEOMETRY} in it")
+        return cls(folder, geometry["max_chunks"], geometry["slot_bytes"])
 
     # --- opening -----------------------------------------------------------------------------
 
-    def _open_index(self) -> DiskIndex:
-        """The index, made anew from the slots where it is damaged."""
-        path = self.folder / INDEX
-        with _alone(self.folder / "opening"):
-            index: DiskIndex | None = None
-            try:
-                index = DiskIndex(path, self._owner)
-                if problems := index.problems():
-                    raise sqlite3.DatabaseError(problems[0])
-                self._check_meta(index)
-                return index
-            except sqlite3.DatabaseError as error:
-                if index is not None:
-                    index.close()
-                if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-                    raise CacheFileError(f"{path} is locked by another program: {error}") from error
-                warnings.warn(f"{path} is damaged ({error}); it is made anew from the slots", stacklevel=4)
-                self._set_aside(path)
-                index = DiskIndex(path, self._owner)
-                self._check_meta(index)
-                self._rebuild(index)
-                return index
+    def _open(self, label: str = "") -> None:
+        """Open the index and the slots, making what is missing; nothing is touched if they do not fit."""
+        try:
+            with contextlib.ExitStack() as opened, _alone(self.folder / "opening"):
+                self._owner = Owner(self.folder / "owners")
+                opened.callback(self._owner.close)
+                self._check_geometry()
+                index, is_new = self._open_index()
+                opened.callback(index.close)
+                self._slots = SlotFile(self.folder / SLOTS, self.slot_bytes, self.max_chunks)
+                opened.callback(self._slots.close)
+                self._write_geometry(label)
+                if is_new:
+                    self._rebuild(index)
+                self._index = index
+                self._open_files = opened.pop_all()
+        except (OSError, sqlite3.Error) as error:
+            raise CacheFileError(f"{self.folder} cannot be used: {error}") from error
 
-    def _check_meta(self, index: DiskIndex) -> None:
-        meta = index.meta()
-        expected = {"version": VERSION, "slot_bytes": self.slot_bytes}
-        if not meta:
-            with index.transaction():
-                index.set_meta(**expected, num_slots=self.max_chunks, clock=0)
-            return
-        for name, value in expected.items():
-            if meta.get(name) != value:
+    def _check_geometry(self) -> None:
+        found = read_geometry(self.folder)
+        if found is not None and found["version"] != VERSION:
+            raise CacheFileError(
+                f"{self.folder} has format version {found['version']}, this kvboost reads version {VERSION}"
+            )
+        if found is not None and found["slot_bytes"] != self.slot_bytes:
+            raise CacheFileError(
+                f"{self.folder} was made with slot_bytes={found['slot_bytes']}, this needs "
+                f"{self.slot_bytes}: use another folder, or clear this one"
+            )
+
+    def _write_geometry(self, label: str) -> None:
+        before = read_geometry(self.folder) or {}
+        geometry = {
+            "format": FORMAT,
+            "version": VERSION,
+            "slot_bytes": self.slot_bytes,
+            "max_chunks": self.max_chunks,
+            "label": label or before.get("label", ""),
+        }
+        self.label = str(geometry["label"])
+        if geometry != before:
+            temporary = self.folder / f"{GEOMETRY}.{self._owner.name}"
+            temporary.write_text(json.dumps(geometry))
+            temporary.chmod(0o600)
+            temporary.replace(self.folder / GEOMETRY)
+
+    def _open_index(self) -> tuple[DiskIndex, bool]:
+        """The index, and whether it is a new one, to be filled from the slots: if it was damaged or gone."""
+        path = self.folder / INDEX
+        is_new = not path.exists()
+        index: DiskIndex | None = None
+        try:
+            index = DiskIndex(path, self._owner)
+            if problems := index.problems():
+                raise sqlite3.DatabaseError(problems[0])
+        except sqlite3.DatabaseError as error:
+            if index is not None:
                 index.close()
-                raise CacheFileError(
-                    f"{self.folder} was made with {name} {meta.get(name)}, this needs {value}: use another "
-                    "folder, or clear this one"
-                )
-        if meta.get("num_slots") != self.max_chunks:
-            index.resize(self.max_chunks)
+            if "locked" in str(error):
+                raise CacheFileError(f"{path} is locked by another program: {error}") from error
+            warnings.warn(f"{path} is damaged ({error}); it is made anew from the slots", stacklevel=5)
+            self._set_aside(path)
+            index, is_new = DiskIndex(path, self._owner), True
+        meta = index.meta()
+        if meta.get("num_slots") != self.max_chunks or meta.get("version") != VERSION:
+            index.resize(self.max_chunks, VERSION)
+        return index, is_new
 
     def _set_aside(self, path: Path) -> None:
         for suffix in ("-wal", "-shm"):
@@ -158,7 +195,7 @@ class DiskTier:
         """Enter every slot that holds a whole record."""
         rows: dict[str, IndexRow] = {}
         for slot in range(self.max_chunks):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, EOFError):
                 header = self._header_in(slot)
                 if header is not None and self._payload(DiskEntry(slot, header)) is not None:
                     rows[header.key] = IndexRow(header.key, slot, header.raw)
@@ -181,14 +218,14 @@ class DiskTier:
         try:
             rows = self._index.rows()
         except sqlite3.Error as error:
-            self._count(self.misses, f"index: {error}")
+            self.misses[f"index: {error}"] += 1
             return
         entries: dict[str, DiskEntry] = {}
         damaged = []
         for row in rows:
             entry = self._entry_of(row)
             if entry is None:
-                damaged.append(row.key)
+                damaged.append(row)
             else:
                 entries[row.key] = entry
         with self._lock:
@@ -196,31 +233,32 @@ class DiskTier:
         if damaged:
             self.misses[CORRUPT] += len(damaged)
             with contextlib.suppress(sqlite3.Error):
-                self._index.remove(damaged)
+                self._index.remove_rows(damaged)
 
     def _entry_of(self, row: IndexRow) -> DiskEntry | None:
+        """What a row of the index says, checked; None where it is damaged."""
         known = self._entries.get(row.key)
         if known is not None and (known.slot, known.header.raw) == (row.slot, row.header):
             return known
         if not isinstance(row.header, bytes) or not isinstance(row.slot, int):
             return None
         header = serde.read_header(row.header)
-        whole = header is not None and len(header.raw) == len(row.header) and header.key == row.key
-        if header is None or not whole or not 0 <= row.slot < self.max_chunks:
+        if header is None or len(header.raw) != len(row.header) or header.key != row.key:
             return None
-        return DiskEntry(row.slot, header)
+        fits = 0 <= row.slot < MOST_SLOTS and header.record_bytes <= self.slot_bytes
+        return DiskEntry(row.slot, header) if fits else None
 
     def refresh(self) -> bool:
         """Notice what other processes have written; True where something changed."""
         with self._writing:
             try:
-                if self._index.was_replaced():
-                    self._index.close()
-                    self._index = self._open_index()
+                if self._index.was_replaced() or self._slots.was_replaced():
+                    self._open_files.close()
+                    self._open()
                 elif not self._index.has_changed():
                     return False
             except (*_FAILURES, CacheFileError) as error:
-                self._count(self.misses, f"index: {error}")
+                self.misses[f"index: {error}"] += 1
                 return False
             self._load()
             return True
@@ -232,7 +270,12 @@ class DiskTier:
 
         What was used longest ago makes room. A chunk that is there already is not written again.
         """
-        return self.write_records([serde.to_record(chunk)])[0]
+        try:
+            record = serde.to_record(chunk)
+        except CacheFileError as error:
+            self.refused[str(error)] += 1
+            return False
+        return self.write_records([record])[0]
 
     def write_records(self, records: Sequence[Record]) -> list[bool]:
         """Write several; they are synced and entered together, and all are there or counted."""
@@ -243,11 +286,11 @@ class DiskTier:
             try:
                 self._write(wanted)
             except _FAILURES as error:
-                self._count(self.refused, f"{type(error).__name__}: {error}")
+                self.refused[f"{type(error).__name__}: {error}"] += 1
             return [record.header.key in self._entries for record in records]
 
     def _write(self, wanted: dict[str, Record]) -> None:
-        if self._index.was_replaced():
+        if self._index.was_replaced() or self._slots.was_replaced():
             self.refresh()
         claimed, evicted = self._index.claim(list(wanted))
         with self._lock:
@@ -263,9 +306,9 @@ class DiskTier:
                     self._slots.write(slot, record.header.payload_start, record.payload)
                     self._slots.write(slot, 0, [record.header.raw])
                     written.append(IndexRow(key, slot, record.header.raw))
-                except OSError as error:
+                except (OSError, EOFError) as error:
                     failed.append(slot)
-                    self._count(self.refused, f"{type(error).__name__}: {error}")
+                    self.refused[f"{type(error).__name__}: {error}"] += 1
             self._slots.sync()
         except BaseException:
             failed = list(claimed.values())
@@ -308,25 +351,28 @@ class DiskTier:
             return self._entries.get(key)
 
     def entries(self) -> list[DiskEntry]:
-        """All that is known to be on disk, without reading any of it; what was used last comes last."""
+        """All that is known to be on disk, without reading any of it."""
         with self._lock:
             return list(self._entries.values())
 
     def load(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | None:
         """Read a chunk and check it over; None, with a counted reason, where it is not what it should be."""
-        header = entry.header
-        if not self.is_readable(entry):
-            self.misses["other encoding"] += 1
-            return None
-        try:
-            tensors = self._payload(entry)
-        except OSError as error:
-            self._count(self.misses, f"{type(error).__name__}: {error}")
-            return None
-        if tensors is None:
-            self._lost(entry)
-            return None
-        return header.chunk(tuple(tensor.to(device) for tensor in tensors), self._codec)
+        found: DiskEntry | None = entry
+        for _ in range(2):  # another process may have moved it in between
+            if found is None:
+                return None
+            if not self.is_readable(found):
+                self.misses["other encoding"] += 1
+                return None
+            try:
+                tensors = self._payload(found)
+            except OSError as error:
+                self.misses[f"{type(error).__name__}: {error}"] += 1
+                return None
+            if tensors is not None:
+                return found.header.chunk(tuple(tensor.to(device) for tensor in tensors), self._codec)
+            found = self._moved(found)
+        return None
 
     def is_readable(self, entry: DiskEntry) -> bool:
         """Whether a chunk has the form that this tier reads."""
@@ -338,26 +384,35 @@ class DiskTier:
         tensors = header.tensors()
         payload = [serde.buffer_of(tensor) for tensor in tensors]
         found = bytearray(header.payload_start)
-        self._slots.read_into(entry.slot, [memoryview(found), *payload])
+        try:
+            self._slots.read_into(entry.slot, [memoryview(found), *payload])
+        except EOFError:
+            return None
         is_whole = bytes(found[: len(header.raw)]) == header.raw and header.matches(payload)
         return tensors if is_whole else None
 
-    def _lost(self, entry: DiskEntry) -> None:
-        """A slot has other contents: evicted by another process meanwhile, or damaged."""
+    def _moved(self, entry: DiskEntry) -> DiskEntry | None:
+        """Where a chunk is now whose slot holds something else; None, counted, if it is gone or damaged."""
         key = entry.header.key
         with self._lock:
             if self._entries.get(key) is entry:
                 del self._entries[key]
         try:
             row = self._index.row(key)
-            if row is not None and (row.slot, row.header) == (entry.slot, entry.header.raw):
+            if row is None:
+                self.misses[GONE] += 1
+                return None
+            now = self._entry_of(row)
+            if now is None or (now.slot, now.header.raw) == (entry.slot, entry.header.raw):
                 self.misses[CORRUPT] += 1
-                self._index.remove([key], only={key: row.header})
-                return
+                self._index.remove_rows([row])
+                return None
         except _FAILURES:
             self.misses[CORRUPT] += 1
-            return
-        self.misses[GONE] += 1
+            return None
+        with self._lock:
+            self._entries[key] = now
+        return now
 
     def take_evicted(self) -> list[str]:
         """The keys that made room for others since this was asked last."""
@@ -390,33 +445,40 @@ class DiskTier:
         except sqlite3.Error as error:
             report.problems.append(str(error))
             return report
+        damaged = []
         for number, row in enumerate(rows):
             progress(number, len(rows))
-            entry = self._entry_of(row)
-            try:
-                good = entry is not None and self._payload(entry) is not None
-            except OSError:
-                good = False
-            if good:
+            if self._is_good(row):
                 report.good += 1
-            else:
+            elif self._index.row(row.key) == row or row.number < 0:  # else another process has replaced it
                 report.corrupt.append(row.key)
+                damaged.append(row)
         progress(len(rows), len(rows))
-        if repair and report.corrupt:
-            self.remove(report.corrupt)
+        if repair and damaged:
+            with self._lock:
+                for row in damaged:
+                    self._entries.pop(row.key, None)
+            self._index.remove_rows(damaged)
         return report
+
+    def _is_good(self, row: IndexRow) -> bool:
+        entry = self._entry_of(row)
+        try:
+            return entry is not None and self._payload(entry) is not None
+        except OSError:
+            return False
 
     def clear(self) -> None:
         """Forget everything, and give its bytes back to the disk before taking them again."""
         with self._writing:
             with self._lock:
                 self._entries.clear()
-            self._index.resize(0)
-            self._index.resize(self.max_chunks)
-            with contextlib.suppress(OSError):
-                os.truncate(self.folder / SLOTS, 0)
-            self._slots.close()
-            self._slots = SlotFile(self.folder / SLOTS, self.slot_bytes, self.max_chunks)
+            try:
+                self._index.resize(0, VERSION)
+                self._slots.reset(self.max_chunks)
+                self._index.resize(self.max_chunks, VERSION)
+            except _FAILURES as error:
+                raise CacheFileError(f"{self.folder} could not be cleared: {error}") from error
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters at this moment."""
@@ -443,21 +505,13 @@ class DiskTier:
     def close(self) -> None:
         """Close the files. It can be called twice."""
         with self._writing:
-            if self._owner is not None:
-                self._index.close()
-                self._slots.close()
-                self._owner.close()
-                self._owner = None  # type: ignore[assignment]
+            self._open_files.close()
 
     def __enter__(self) -> DiskTier:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    @staticmethod
-    def _count(counter: Counter[str], reason: str) -> None:
-        counter[reason] += 1
 
 
 def make_private_folder(folder: Path) -> None:
@@ -472,6 +526,19 @@ def make_private_folder(folder: Path) -> None:
         raise CacheFileError(f"{folder} cannot be made: {error.strerror}") from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise CacheFileError(f"{folder} cannot be written to")
+
+
+def read_geometry(folder: Path) -> dict[str, Any] | None:
+    """What the folder's description says; None where there is none, or it is damaged."""
+    try:
+        found = json.loads((folder / GEOMETRY).read_text())
+    except (OSError, ValueError):
+        return None
+    numbers = ("version", "slot_bytes", "max_chunks")
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        return None
+    whole = all(isinstance(found.get(name), int) and found[name] >= 0 for name in numbers)
+    return found if whole and isinstance(found.get("label"), str) else None
 
 
 @contextlib.contextmanager

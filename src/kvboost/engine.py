@@ -204,6 +204,7 @@ class InferenceEngine:
             family,
             max_chunks=DEFAULT_CHUNKS if budget is None else budget // slot_bytes,
             slot_bytes=slot_bytes,
+            label=self._model_name(),
         )
 
     @classmethod

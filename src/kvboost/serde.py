@@ -136,6 +136,9 @@ def to_record(
     tokens = token_bytes(chunk.token_ids)
     payload = tuple(buffer_of(tensor.cpu()) for tensor in kv.tensors)
     payload_bytes = sum(part.nbytes for part in payload)
+    found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in kv.tensors)
+    if not tokens or found != kv.codec.specs(len(tokens) // 4):
+        raise CacheFileError("a chunk needs at least one token, and KV of as many tokens as it has ids")
     checksum = _checksum(meta["key"], description + tokens, payload)
     size = _FIXED.size + len(description) + len(tokens) + _DIGEST_BYTES
     fixed = _FIXED.pack(MAGIC, VERSION, size, len(description), len(tokens), payload_bytes, checksum)

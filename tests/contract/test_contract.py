@@ -41,10 +41,8 @@ NOT_YET: frozenset[str] = frozenset(
         "method generate_many",
         "method score",
         "method verify_correctness",
-        "command disk",
         "command serve",
         "command verify",
-        "flag --disk-cache-dir",
     }
 )
 

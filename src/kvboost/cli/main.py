@@ -13,6 +13,7 @@ from kvboost import __version__
 from kvboost.cli.bench import bench
 from kvboost.cli.calibrate import calibrate
 from kvboost.cli.demo import demo
+from kvboost.cli.disk import disk
 from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
 from kvboost.cli.stats import stats
@@ -57,6 +58,7 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     kvboost warm builtin handbook.txt --cache DIR  read texts once, keep them
     kvboost stats --cache DIR                     see what is kept
     kvboost explain builtin PROMPT --cache DIR    what would be reused, and why not the rest
+    kvboost disk check DIR                        check over what --disk-cache-dir keeps
     kvboost calibrate builtin                     measure the error of approximate reuse
     kvboost bench prefix                          measure it on this machine
 
@@ -70,4 +72,5 @@ main.add_command(warm)
 main.add_command(explain)
 main.add_command(stats)
 main.add_command(calibrate)
+main.add_command(disk)
 main.add_command(bench)

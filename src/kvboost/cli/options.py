@@ -118,6 +118,14 @@ ENGINE_FLAGS = (
         'Bits of a cached number: 16 (as computed), 8, 4, or "k8v4" (keys 8, values 4).',
     ),
     Flag(
+        "disk_cache_dir",
+        click.Path(file_okay=False),
+        None,
+        "Keep cached text in this folder too, for later runs and for what RAM has no room for.",
+        "none",
+    ),
+    Flag("disk_cache_bytes", count_or_none, None, "Bytes that this folder may take.", "256 chunks"),
+    Flag(
         "cache_device",
         click.Choice(["cpu", "model"]),
         "cpu",

@@ -17,20 +17,33 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvboost.cli.cache_folder import FOLDER
+from kvboost.cli.disk import disk_stats, disk_table
 from kvboost.errors import CacheFileError
 
 SHOWN_DIGITS = 12  # of a namespace
 
 
 @click.command()
-@click.option("--cache", type=FOLDER, required=True, help="Folder of a saved cache.")
+@click.option("--cache", type=FOLDER, help="Folder of a saved cache.")
+@click.option("--disk", "disk_folder", type=FOLDER, help="Folder behind --disk-cache-dir.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-def stats(cache: Path, as_json: bool) -> None:
-    """What a saved cache holds: whose, how much, how often used.
+def stats(cache: Path | None, disk_folder: Path | None, as_json: bool) -> None:
+    """What a saved cache or a disk cache holds: whose, how much, how often used.
 
     \b
     kvboost stats --cache ./cache
+    kvboost stats --disk ./disk-cache
     """
+    if (cache is None) == (disk_folder is None):
+        raise click.UsageError("give --cache or --disk, and not both")
+    if disk_folder is not None:
+        found = disk_stats(disk_folder)
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            Console(highlight=False).print(disk_table(found))
+        return
+    assert cache is not None
     from kvboost.snapshot import read_header
 
     summary = summarize(cache, read_header(cache))
