@@ -85,18 +85,18 @@ class DiskCache:
         until = time.monotonic() + (_DEADLINE_S if deadline_s is None else deadline_s)
         wanted = {chunk.chunk_id: chunk for chunk in chunks if not chunk.kv.is_loaded}
         found = Fetched()
-        futures: dict[str, Future[KeptChunk | None]] = {}
+        futures: dict[str, Future[StoredKV | None]] = {}
         for key in wanted:
             entry = self.tier.entry(key)
             if entry is None:
                 found.failed[key] = GONE
-            elif (future := self._readers.submit(partial(self.tier.load, entry))) is None:
+            elif (future := self._readers.submit(partial(self._read, entry))) is None:
                 found.failed[key] = TOO_SLOW
             else:
                 futures[key] = future
         for key, future in futures.items():
             try:
-                chunk = future.result(max(0.0, until - time.monotonic()))
+                kv = future.result(max(0.0, until - time.monotonic()))
             except FutureTimeoutError:
                 self._readers.give_up(future)
                 found.failed[key] = TOO_SLOW
@@ -104,11 +104,17 @@ class DiskCache:
             except Exception as error:  # out of memory, for one: the prompt can be computed all the same
                 found.failed[key] = type(error).__name__
                 continue
-            if chunk is None:
+            if kv is None:
                 found.failed[key] = CORRUPT
             else:
-                found.loaded[key] = chunk.kv
+                found.loaded[key] = kv
         return found
+
+    def _read(self, entry: DiskEntry) -> StoredKV | None:
+        chunk = self.tier.load(entry)
+        if chunk is None:
+            return None
+        return StoredKV(self._codec, self._codec.settled(chunk.kv.tensors), chunk.kv.tokens)
 
     # --- saving ------------------------------------------------------------------------------
 

@@ -121,6 +121,15 @@ class KVCodec:
             buffers.append(own_copy(buffer, self.device) if elsewhere and self.device else buffer)
         return StoredKV(self, tuple(buffers), tokens)
 
+    def settled(self, tensors: Packed) -> Packed:
+        """Kept tensors that come from a file, where this codec keeps them: pinned next to a GPU, or on it."""
+        homes = [spec.device if self.device is None else self.device for spec in self.layout.slabs]
+        near_gpu = [spec.device.type == "cuda" for spec in self.layout.slabs]
+        return tuple(
+            tensor.pin_memory() if home.type == "cpu" and pin else tensor.to(home)
+            for tensor, home, pin in zip(tensors, homes, near_gpu, strict=True)
+        )
+
     def decode_into(
         self, kept: Packed, tokens: int, slabs: Sequence[torch.Tensor], start: int, offset: int, end: int
     ) -> None:

@@ -222,7 +222,7 @@ def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCo
     if found != specs or len(ids) != length or min(ids, default=-1) < 0:
         return None
     chunk = KeptChunk(
-        StoredKV(codec, kept, length),
+        StoredKV(codec, codec.settled(kept), length),
         chunk_id=key,
         text="",
         token_ids=ids,
