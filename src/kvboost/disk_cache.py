@@ -21,7 +21,7 @@ from typing import Any
 
 from kvboost import serde
 from kvboost.cache_manager import KVCacheManager, StoredChunk
-from kvboost.disk_tier import CORRUPT, GONE, DiskEntry, DiskTier
+from kvboost.disk_tier import GONE, DiskEntry, DiskTier
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
 
 TOO_SLOW = "the disk did not answer in time"
@@ -85,7 +85,7 @@ class DiskCache:
         until = time.monotonic() + (_DEADLINE_S if deadline_s is None else deadline_s)
         wanted = {chunk.chunk_id: chunk for chunk in chunks if not chunk.kv.is_loaded}
         found = Fetched()
-        futures: dict[str, Future[StoredKV | None]] = {}
+        futures: dict[str, Future[StoredKV | str]] = {}
         for key in wanted:
             entry = self.tier.entry(key)
             if entry is None:
@@ -104,16 +104,16 @@ class DiskCache:
             except Exception as error:  # out of memory, for one: the prompt can be computed all the same
                 found.failed[key] = type(error).__name__
                 continue
-            if kv is None:
-                found.failed[key] = CORRUPT
+            if isinstance(kv, str):
+                found.failed[key] = kv
             else:
                 found.loaded[key] = kv
         return found
 
-    def _read(self, entry: DiskEntry) -> StoredKV | None:
-        chunk = self.tier.load(entry)
-        if chunk is None:
-            return None
+    def _read(self, entry: DiskEntry) -> StoredKV | str:
+        chunk = self.tier.load_or_reason(entry)
+        if isinstance(chunk, str):
+            return chunk
         return StoredKV(self._codec, self._codec.settled(chunk.kv.tensors), chunk.kv.tokens)
 
     # --- saving ------------------------------------------------------------------------------

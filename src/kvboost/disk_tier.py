@@ -357,22 +357,29 @@ class DiskTier:
 
     def load(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | None:
         """Read a chunk and check it over; None, with a counted reason, where it is not what it should be."""
-        found: DiskEntry | None = entry
+        found = self.load_or_reason(entry, device)
+        return found if isinstance(found, KeptChunk) else None
+
+    def load_or_reason(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | str:
+        """Like `load`, but the reason, which is counted too, in place of None."""
+        found: DiskEntry | str = entry
         for _ in range(2):  # another process may have moved it in between
-            if found is None:
-                return None
+            if isinstance(found, str):
+                break
             if not self.is_readable(found):
-                self.misses["other encoding"] += 1
-                return None
+                found = "other encoding"
+                break
             try:
                 tensors = self._payload(found)
             except OSError as error:
-                self.misses[f"{type(error).__name__}: {error}"] += 1
-                return None
+                found = f"{type(error).__name__}: {error}"
+                break
             if tensors is not None:
                 return found.header.chunk(tuple(tensor.to(device) for tensor in tensors), self._codec)
             found = self._moved(found)
-        return None
+        reason = found if isinstance(found, str) else GONE
+        self.misses[reason] += 1
+        return reason
 
     def is_readable(self, entry: DiskEntry) -> bool:
         """Whether a chunk has the form that this tier reads."""
@@ -391,8 +398,8 @@ class DiskTier:
         is_whole = bytes(found[: len(header.raw)]) == header.raw and header.matches(payload)
         return tensors if is_whole else None
 
-    def _moved(self, entry: DiskEntry) -> DiskEntry | None:
-        """Where a chunk is now whose slot holds something else; None, counted, if it is gone or damaged."""
+    def _moved(self, entry: DiskEntry) -> DiskEntry | str:
+        """Where a chunk is now whose slot holds something else; a reason where it is gone or damaged."""
         key = entry.header.key
         with self._lock:
             if self._entries.get(key) is entry:
@@ -400,16 +407,13 @@ class DiskTier:
         try:
             row = self._index.row(key)
             if row is None:
-                self.misses[GONE] += 1
-                return None
+                return GONE
             now = self._entry_of(row)
             if now is None or (now.slot, now.header.raw) == (entry.slot, entry.header.raw):
-                self.misses[CORRUPT] += 1
                 self._index.remove_rows([row])
-                return None
+                return CORRUPT
         except _FAILURES:
-            self.misses[CORRUPT] += 1
-            return None
+            return CORRUPT
         with self._lock:
             self._entries[key] = now
         return now

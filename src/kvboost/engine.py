@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from kvboost.calibration import Calibration
 from kvboost.chunk_registry import ChunkRegistry, boundary_token_ids
 from kvboost.compat import check_model_compatibility, choose_device, structural_refusal, text_config
 from kvboost.decode import Decoded, GenerationOptions, Watch
-from kvboost.disk_cache import DEFAULT_CHUNKS, DiskCache, slot_bytes_for
 from kvboost.errors import InvalidRequestError, UnsupportedModelError
 from kvboost.explain import Explanation, explain_spans
 from kvboost.keeper import Keeper
@@ -54,6 +53,9 @@ from kvboost.settings import EngineSettings, choice
 from kvboost.sparse_forward import run_pattern
 from kvboost.stream import TextStream
 from kvboost.workspace import Workspace
+
+if TYPE_CHECKING:
+    from kvboost.disk_cache import DiskCache
 
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 
@@ -194,6 +196,8 @@ class InferenceEngine:
         """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
         if self.settings.disk_cache_dir is None:
             return None
+        from kvboost.disk_cache import DEFAULT_CHUNKS, DiskCache, slot_bytes_for  # needs POSIX
+
         longest = self.chunk_size + 2 * self.settings.chunk_boundary_window
         slot_bytes = slot_bytes_for(self.codec, longest)
         budget = self.settings.disk_cache_bytes
@@ -570,9 +574,12 @@ class InferenceEngine:
         )
         donors = {piece.chunk.chunk_id: piece.chunk for piece in [*plan.pieces, *plan.moved_pieces]}
 
-        def donor_of(key: str) -> tuple[tuple[int, int], int] | None:
+        def donor_of(key: str) -> tuple[tuple[int, int], int, bool] | None:
             chunk = donors.get(key)
-            return ((chunk.position_start, chunk.position_end), chunk.access_count) if chunk else None
+            if chunk is None:
+                return None
+            positions = (chunk.position_start, chunk.position_end)
+            return positions, chunk.access_count, not chunk.kv.is_loaded
 
         note = refusal or self._approximation.choice(plan)
         return explain_spans(

@@ -24,6 +24,7 @@ class ExplainedSpan:
     donor: str = ""
     donor_positions: tuple[int, int] | None = None
     donor_uses: int = 0
+    donor_on_disk: bool = False  # its KV is not in memory now
 
     @property
     def length(self) -> int:
@@ -60,6 +61,7 @@ class Explanation:
         lines = [f"{self.cached_tokens} of {self.prompt_tokens} tokens would be reused"]
         for span in self.spans:
             source = f"from chunk {span.donor[:8]}" if span.donor else span.reason
+            source += " on disk" if span.donor_on_disk else ""
             if span.donor and span.reason:
                 source += f", {span.reason}"
             lines.append(f"  {span.start:>6}-{span.end:<6} {span.origin.value:<11} {source}")
@@ -72,13 +74,14 @@ def explain_spans(
     spans: Sequence[Span],
     token_ids: Sequence[int],
     decode: Callable[[list[int]], str],
-    donor_of: Callable[[str], tuple[tuple[int, int], int] | None],
+    donor_of: Callable[[str], tuple[tuple[int, int], int, bool] | None],
     divergence: tuple[int, int, int] | None,
     choice: str = "",
 ) -> Explanation:
     """Spans in words. `choice` tells of approximate reuse.
 
-    `donor_of` gives a chunk's positions and uses; `divergence` (at, expected, got).
+    `donor_of` gives a chunk's positions and uses, and whether it is on disk only; `divergence` (at,
+    expected, got).
     """
     explained = []
     for span in spans:
@@ -100,6 +103,7 @@ def explain_spans(
                 donor=span.donor,
                 donor_positions=donor[0] if donor else None,
                 donor_uses=donor[1] if donor else 0,
+                donor_on_disk=donor[2] if donor else False,
             )
         )
     cached = sum(span.length for span in spans if span.origin is not Origin.LIVE)

@@ -26,6 +26,8 @@ def check(store: ChunkStore) -> None:
         later = sum(entries[child.key].shields for child in node.children)
         if entry.shields != entry.readers + entry.pins + later:
             raise AssertionError(f"chunk {node.key[:8]} counts its shields wrongly")
+        if entry.is_cold and node.key not in store.saved and not entry.shields:
+            raise AssertionError(f"chunk {node.key[:8]} is nowhere")
         if entry.warm_children != sum(not entries[child.key].is_cold for child in node.children):
             raise AssertionError(f"chunk {node.key[:8]} counts its children wrongly")
         _check_entry(entry, node, evictable=node.key in evictable)
@@ -84,5 +86,7 @@ def _check_entry(entry: StoreEntry, node: TreeNode, *, evictable: bool) -> None:
         raise AssertionError(f"chunk {node.key[:8]} has other tokens than its node")
     if entry.readers < 0 or entry.pins < 0:
         raise AssertionError(f"chunk {node.key[:8]} has a negative count")
+    if entry.is_cold and entry.size_bytes:
+        raise AssertionError(f"chunk {node.key[:8]} is on disk only and still takes room")
     if entry.is_evictable != evictable:
         raise AssertionError(f"chunk {node.key[:8]} is wrongly evictable or not")

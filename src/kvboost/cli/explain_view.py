@@ -116,6 +116,7 @@ def _row(span: ExplainedSpan) -> tuple[str, Text, str, Text]:
         if span.donor_positions is not None:
             start, end = span.donor_positions
             donor += f" at {start}-{end}, used {span.donor_uses} x"
+            donor += ", on disk" if span.donor_on_disk else ""
     return (
         f"{span.start}-{span.end}",
         Text(origin, style=COLOURS[origin]),
