@@ -108,6 +108,7 @@ class KVCacheManager:
         self._store = ChunkStore(max_chunks, max_cache_bytes)
         self._usage = Usage()
         self._counts: Counter[str] = Counter()
+        self.load: Callable[[Sequence[KeptChunk]], Mapping[str, StoredKV]] | None = None  # from disk
         self._lock = threading.RLock()
 
     # --- finding -----------------------------------------------------------------------------
@@ -125,6 +126,8 @@ class KVCacheManager:
             matches = [self._match_of(node, node.end) for node in walk.path]
             if walk.partial is not None:
                 matches.append(self._match_of(walk.partial, walk.length))
+            if self._store.num_lost and (cut := self._before_lost(matches)) is not None:
+                return self._cut_match(cut, hold=hold)
             held = matches[-1].chunk.chunk_id if hold and matches else None
             if held is not None:
                 self._store.hold(held)
@@ -132,6 +135,20 @@ class KVCacheManager:
                 "" if walk.length * TOKEN_BYTES == len(raw) else self._store.why_missing(raw, namespace, walk)
             )
             return PrefixMatch(tuple(matches), walk.length, reason, held, divergence_of(raw, walk))
+
+    def _before_lost(self, matches: list[ChunkMatch]) -> tuple[list[ChunkMatch], str] | None:
+        """The matches before the first whose KV is lost, and why it is; None where none is."""
+        for number, match in enumerate(matches):
+            if reason := self._store.entries[match.chunk.chunk_id].lost:
+                return matches[:number], reason
+        return None
+
+    def _cut_match(self, cut: tuple[list[ChunkMatch], str], *, hold: bool) -> PrefixMatch:
+        matches, reason = cut
+        held = matches[-1].chunk.chunk_id if hold and matches else None
+        if held is not None:
+            self._store.hold(held)
+        return PrefixMatch(tuple(matches), matches[-1].end if matches else 0, reason, held)
 
     def release(self, match: PrefixMatch, *, used_tokens: int | None = None) -> None:
         """End the hold of `match`, and count its chunks as used (those within `used_tokens`)."""
@@ -188,13 +205,25 @@ class KVCacheManager:
             return [*match.matches, *pieces]
 
     def get(self, key: str) -> CachedChunk | None:
-        """The chunk stored under a prefix hash, counted as used, or None."""
+        """The chunk stored under a prefix hash, counted as used, or None; from disk where it lies there."""
         with self._lock:
             entry = self._store.entries.get(key)
-            if entry is None:
+            if entry is None or entry.lost:
                 return None
             self._store.touch(key)
-            return entry.chunk
+            chunk = entry.chunk
+        kv = self.kv_of(chunk)
+        if kv is None:
+            return None
+        return chunk if chunk.kv is kv else chunk.with_kv(kv)
+
+    def kv_of(self, chunk: KeptChunk) -> StoredKV | None:
+        """The KV of a chunk, loaded from disk where it has to be; None where it cannot be had."""
+        if chunk.kv.is_loaded:
+            return chunk.kv
+        loaded = self.load([chunk]) if self.load is not None else {}
+        self.warm_up(loaded)
+        return loaded.get(chunk.chunk_id)
 
     def count_request(
         self,
@@ -406,7 +435,6 @@ class KVCacheManager:
                         StoredChunk(key, namespace.content_key, self._store.entries[node.key].chunk)
                         for node in prefix_tree.below(root)
                         if self._store.entries[node.key].chunk.patchwork is None
-                        and not self._store.entries[node.key].is_cold
                     ]
             for stored in found:
                 self._store.hold(stored.chunk.chunk_id)
@@ -500,7 +528,13 @@ class KVCacheManager:
         """Keys of saved chunks that longer ones have replaced."""
         with self._lock:
             taken, self._store.obsolete = self._store.obsolete, []
-            return taken
+            return [key for key in taken if key not in self._store.entries]
+
+    def take_used(self) -> list[str]:
+        """Keys of saved chunks that were used since this was asked last."""
+        with self._lock:
+            taken, self._store.used = self._store.used, {}
+            return list(taken)
 
     def lost_on_disk(self, keys: Iterable[str], reason: str) -> None:
         """Note that chunks are no longer on disk; those that are nowhere else are forgotten."""
@@ -628,7 +662,7 @@ class KVCacheManager:
         """Forget everything that nobody holds or pinned; counters stay."""
         with self._lock:
             while (victim := self._store.tier.next_victim()) is not None:
-                self._store.drop(self._store.entries[victim].node)
+                self._store.drop_with_all_behind(self._store.entries[victim].node)
             self._store.evicted.clear()
             self._store.prune_roots()
 

@@ -34,6 +34,7 @@ class StoreEntry:
     shields: int = 0  # readers and pins of this chunk and of all that follow it
     discounted: int = 0  # of its uses, those that say nothing about how popular it is
     warm_children: int = 0  # of the chunks that follow it, those with tensors
+    lost: str = ""  # why its KV cannot be had any more: it goes when nobody reads it
 
     @property
     def uses(self) -> int:
@@ -64,6 +65,8 @@ class ChunkStore:
         self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
         self.saved: set[str] = set()  # keys of chunks that are on disk too
         self.unsaved: dict[str, None] = {}  # keys of those that are not yet, in order
+        self.used: dict[str, None] = {}  # saved chunks that were used since somebody asked last
+        self.num_lost = 0
         self.obsolete: list[str] = []  # saved chunks that a longer one has replaced
         self.saves = False  # whether there is a disk to save to
         self.num_storing = 0
@@ -98,6 +101,9 @@ class ChunkStore:
             self.entries[key] = kept
             self._register(kept)
             self._count_warm_child(node, 1)
+            if key in self.obsolete:
+                self.obsolete.remove(key)
+                self.saved.add(key)
             self._note_unsaved(kept.chunk)
             self.tier.touch(key, kept.uses)
             self.update_evictable(key)
@@ -158,6 +164,8 @@ class ChunkStore:
         if key in self.entries:
             self.entries[key].readers -= 1
             self.shield(key, -1)
+            if self.num_lost:
+                self._drop_lost()
 
     def hand_on(self, parent: TreeNode, child: TreeNode) -> None:
         """Move a reader from `parent` to its child; all before the child stay shielded as they are."""
@@ -191,6 +199,8 @@ class ChunkStore:
         entry = self.entries.get(key)
         if entry is not None:
             entry.chunk.touch()
+            if key in self.saved:
+                self.used[key] = None
             if not entry.is_cold:
                 self.tier.touch(key, entry.uses)
 
@@ -255,9 +265,14 @@ class ChunkStore:
         self.num_evicted += 1
 
     def warm_up(self, entry: StoreEntry, kv: StoredKV) -> bool:
-        """Take the tensors of a cold entry in, where there is room for them."""
-        if not entry.is_cold or not self.make_room(kv.nbytes, replacing=None):
+        """Take the tensors of a cold entry in, where there is room, or other saved ones can make it."""
+        if not entry.is_cold or entry.lost or not self.tier.could_fit(kv.nbytes):
             return False
+        while not self.tier.fits(kv.nbytes):
+            victim = self.tier.next_victim()
+            if victim is None or victim not in self.saved:  # it would be gone for good
+                return False
+            self._evict(self.entries[victim])
         self.tier.charge(kv.nbytes)
         entry.chunk.kv, entry.size_bytes = kv, kv.nbytes
         if entry.shields:
@@ -276,16 +291,31 @@ class ChunkStore:
         self.saved.add(chunk.chunk_id)
 
     def forget(self, key: str, reason: str) -> None:
-        """Drop a chunk whose KV turned out to be lost, with all that follows it, unless somebody needs it."""
+        """Drop a chunk whose KV turned out to be lost, with all that follows it.
+
+        While somebody reads it, it only counts as lost and is no longer found.
+        """
         entry = self.entries.get(key)
-        if entry is None or not entry.is_cold:
+        if entry is None or not entry.is_cold or entry.lost:
             return
         self.saved.discard(key)
-        if not entry.shields:
-            node = entry.node
-            parent_key = node.parent.key if node.parent is not None else ""
+        entry.lost = reason
+        self.num_lost += 1
+        self._drop_lost()
+
+    def _drop_lost(self) -> None:
+        """Drop what is lost and nobody reads; pins on it go to the chunk before it."""
+        for entry in [entry for entry in self.entries.values() if entry.lost]:
+            node, reason = entry.node, entry.lost
+            behind = [lower for lower in prefix_tree.below(node) if lower.key in self.entries]
+            if node.key not in self.entries or any(self.entries[n.key].readers for n in (node, *behind)):
+                continue
+            pins = sum(self.entries[n.key].pins for n in (node, *behind))
+            parent = node.parent
             self.drop_with_all_behind(node)
-            self.evicted.remember(key, parent_key, len(node.tokens), reason)
+            if parent is not None:
+                self.evicted.remember(node.key, parent.key, len(node.tokens), reason)
+                self.move_pins(parent, pins)
 
     def drop_with_all_behind(self, node: TreeNode) -> None:
         """Drop a chunk, and what follows it: nothing can be reached past a gap."""
@@ -324,6 +354,8 @@ class ChunkStore:
         parent = node.parent
         prefix_tree.remove(node)
         self.tier.forget(node.key)
+        self.num_lost -= bool(entry.lost)
+        self.used.pop(node.key, None)
         was_saved = node.key in self.saved
         self.saved.discard(node.key)
         self.unsaved.pop(node.key, None)

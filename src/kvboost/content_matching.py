@@ -78,7 +78,7 @@ def find_chain(store: ChunkStore, raw: bytes, namespace: Namespace) -> ChainMatc
         assert chunk.patchwork is not None
         for loan in chunk.patchwork.loans:
             donor = store.entries.get(loan.donor)
-            if donor is None:  # its successor is being stored this very moment
+            if donor is None or donor.lost:  # its successor is being stored this very moment
                 length = min(length, loan.start)
                 continue
             piece = ChunkMatch(donor.chunk, loan.start, loan.end, loan.offset, approximate=True)
@@ -114,11 +114,17 @@ def find_runs(
     for found in index.find(raw, start, end, min_tokens=min_tokens, rank=rank):
         run: list[ChunkMatch] = []
         for piece in found.pieces:
+            if store.entries[piece.node.key].lost:
+                continue
             chunk = store.entries[piece.node.key].chunk
             match = ChunkMatch(chunk, piece.start, piece.end, piece.offset, approximate=True)
-            if run and run[-1].shift != match.shift:  # loose text that was computed at several places
+            if run and (run[-1].shift, run[-1].end) != (
+                match.shift,
+                match.start,
+            ):  # computed at several places
                 runs.append(tuple(run))
                 run = []
             run.append(match)
-        runs.append(tuple(run))
+        if run:
+            runs.append(tuple(run))
     return runs

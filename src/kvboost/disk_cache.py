@@ -22,6 +22,7 @@ from typing import Any
 from kvboost import serde
 from kvboost.cache_manager import KVCacheManager, StoredChunk
 from kvboost.disk_tier import GONE, DiskEntry, DiskTier
+from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
 
 TOO_SLOW = "the disk did not answer in time"
@@ -75,14 +76,20 @@ class DiskCache:
         self._no_waiting_until = 0.0
         self._adopt()
         manager.save_from_now_on()
+        manager.load = lambda chunks: self.fetch(chunks).loaded
         self._saver = threading.Thread(target=self._save_forever, name="kvboost-saver", daemon=True)
         self._saver.start()
 
     # --- reading -----------------------------------------------------------------------------
 
-    def fetch(self, chunks: Iterable[KeptChunk], deadline_s: float | None = None) -> Fetched:
-        """Read chunks whose KV lies on disk, all of them within the deadline."""
-        until = time.monotonic() + (_DEADLINE_S if deadline_s is None else deadline_s)
+    @staticmethod
+    def deadline() -> float:
+        """Until when a request that starts reading now may wait for the disk, on the monotonic clock."""
+        return time.monotonic() + _DEADLINE_S
+
+    def fetch(self, chunks: Iterable[KeptChunk], until: float | None = None) -> Fetched:
+        """Read chunks whose KV lies on disk, all of them by `until` (None = the deadline from now)."""
+        until = self.deadline() if until is None else until
         wanted = {chunk.chunk_id: chunk for chunk in chunks if not chunk.kv.is_loaded}
         found = Fetched()
         futures: dict[str, Future[StoredKV | str]] = {}
@@ -137,6 +144,8 @@ class DiskCache:
     def _save_all(self) -> None:
         self._is_saving = True
         try:
+            if used := self._manager.take_used():
+                self.tier.touch(used)
             while chunks := self._manager.take_unsaved(_BATCH, self._family):
                 written: Sequence[bool] = [False] * len(chunks)
                 try:
@@ -171,9 +180,9 @@ class DiskCache:
         if not self.flush(_WAY_S):
             self._no_waiting_until = time.monotonic() + _REST_S
 
-    def flush(self, timeout_s: float = _DRAIN_S) -> bool:
+    def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all is saved; False where that took too long."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + (_DRAIN_S if timeout_s is None else timeout_s)
         while self._manager.num_unsaved or self._is_saving:
             self._wake.set()
             if time.monotonic() >= until or not self._saver.is_alive():
@@ -183,10 +192,14 @@ class DiskCache:
 
     def clear(self) -> None:
         """Forget all that is on disk. What is in the store alone will be saved again."""
-        self.flush()
+        if self._closing.is_set():
+            return
+        if not self.flush():
+            raise CacheFileError(f"{self.tier.folder} was not cleared: the disk does not answer")
         keys = [entry.header.key for entry in self.tier.entries()]
         self.tier.clear()
         self._manager.lost_on_disk(keys, GONE)
+        self._manager.save_from_now_on()
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters of the disk at this moment."""
@@ -196,10 +209,10 @@ class DiskCache:
         """Save what is left, and close the files."""
         if self._closing.is_set():
             return
-        self.flush()
+        is_saved = self.flush()
         self._closing.set()
         self._wake.set()
-        self._saver.join(_DRAIN_S)
+        self._saver.join(_DRAIN_S if is_saved else 0.0)
         self._readers.close()
         if not self._saver.is_alive():
             self.tier.close()
@@ -212,6 +225,8 @@ class _Readers:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._stuck: set[Future[Any]] = set()
         self._started = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
         for _ in range(_READERS):
             self._start()
 
@@ -220,20 +235,22 @@ class _Readers:
         threading.Thread(target=self._work, name="kvboost-reader", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any] | None:
-        """Have `call` made; None where too many readers hang."""
-        self._stuck = {future for future in self._stuck if not future.done()}
-        if len(self._stuck) >= _MOST_STUCK:
-            return None
-        future: Future[Any] = Future()
-        self._queue.put((future, call))
-        return future
+        """Have `call` made; None where too many readers hang, or there are none any more."""
+        with self._lock:
+            self._stuck = {future for future in self._stuck if not future.done()}
+            if self._is_closed or len(self._stuck) >= _MOST_STUCK:
+                return None
+            future: Future[Any] = Future()
+            self._queue.put((future, call))
+            return future
 
     def give_up(self, future: Future[Any]) -> None:
         """Wait for it no longer; a reader that is at it may never come back."""
-        if not future.cancel():
-            self._stuck.add(future)
-            if self._started < _READERS + _MOST_STUCK:
-                self._start()
+        with self._lock:
+            if not future.cancel():
+                self._stuck.add(future)
+                if self._started < _READERS + _MOST_STUCK:
+                    self._start()
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:
@@ -246,8 +263,10 @@ class _Readers:
                 future.set_exception(error)
 
     def close(self) -> None:
-        for _ in range(self._started):
-            self._queue.put(None)
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._started):
+                self._queue.put(None)
 
 
 def _record(stored: StoredChunk) -> serde.Record:

@@ -25,7 +25,8 @@ _BUSY_SECONDS = 10.0
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, slot INTEGER NOT NULL UNIQUE, "
-    "used INTEGER NOT NULL, header BLOB NOT NULL)",
+    "used INTEGER NOT NULL, header BLOB NOT NULL, parent TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS by_parent ON entries (parent)",
     "CREATE TABLE IF NOT EXISTS claims (slot INTEGER PRIMARY KEY, owner TEXT NOT NULL)",
 )
 
@@ -37,6 +38,7 @@ class IndexRow(NamedTuple):
     slot: int
     header: bytes
     number: int = -1  # of the row, where it came from the database
+    parent: str = ""  # the key of the chunk before it; only written, the header says it too
 
 
 class Owner:
@@ -180,7 +182,8 @@ class DiskIndex:
     def claim(self, keys: Sequence[str]) -> tuple[dict[str, int], list[str]]:
         """Slots for those of `keys` that have none, as far as there is room; and the keys evicted for them.
 
-        What was used longest ago goes first, and of what was written together, the last.
+        What was used longest ago goes first, but nothing that another entry follows; of what was written
+        together, the last.
         """
         with self.transaction():
             slots = self.meta().get("num_slots", 0)
@@ -190,20 +193,28 @@ class DiskIndex:
             wanted = [key for key in dict.fromkeys(keys) if key not in known]
             free = list(itertools.islice((slot for slot in range(slots) if slot not in used), len(wanted)))
             evicted: list[str] = []
-            if len(free) < len(wanted):
-                oldest = self._execute("SELECT key, slot, rowid FROM entries ORDER BY used, rowid DESC")
-                victims = itertools.islice(
-                    (row for row in oldest if row[0] not in known), len(wanted) - len(free)
-                )
-                for key, slot, number in list(victims):
-                    evicted.append(key)
-                    self._execute("DELETE FROM entries WHERE rowid = ?", (number,))
-                    if isinstance(slot, int) and 0 <= slot < slots:
-                        free.append(slot)
+            while len(free) < len(wanted) and (victim := self._victim(known)) is not None:
+                key, slot, number = victim
+                evicted.append(key)
+                self._execute("DELETE FROM entries WHERE rowid = ?", (number,))
+                if isinstance(slot, int) and 0 <= slot < slots:
+                    free.append(slot)
             claimed = dict(zip(wanted, free, strict=False))
             for slot in claimed.values():
                 self._execute("INSERT INTO claims VALUES (?, ?)", (slot, self._owner.name))
             return claimed, evicted
+
+    def _victim(self, spared: set[str]) -> tuple[str, int, int] | None:
+        """Key, slot and row of the entry that goes next."""
+        leaves = "WHERE NOT EXISTS (SELECT 1 FROM entries AS next WHERE next.parent = entries.key)"
+        for condition in (leaves, ""):  # a damaged file may hold a circle
+            found = self._execute(
+                f"SELECT key, slot, rowid FROM entries {condition} ORDER BY used, rowid DESC"
+            )
+            for key, slot, number in found:
+                if key not in spared:
+                    return key, slot, number
+        return None
 
     def publish(self, rows: Iterable[IndexRow]) -> None:
         """Turn claims whose slots are written into entries."""
@@ -212,8 +223,8 @@ class DiskIndex:
             for row in rows:
                 self._execute("DELETE FROM claims WHERE slot = ?", (row.slot,))
                 self._execute(
-                    "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?)",
-                    (row.key, row.slot, clock, row.header),
+                    "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?)",
+                    (row.key, row.slot, clock, row.header, row.parent),
                 )
 
     def give_up(self, slots: Iterable[int]) -> None:

@@ -198,7 +198,7 @@ class DiskTier:
             with contextlib.suppress(OSError, EOFError):
                 header = self._header_in(slot)
                 if header is not None and self._payload(DiskEntry(slot, header)) is not None:
-                    rows[header.key] = IndexRow(header.key, slot, header.raw)
+                    rows[header.key] = _row(slot, header)
         index.publish(rows.values())
 
     def _header_in(self, slot: int) -> RecordHeader | None:
@@ -305,7 +305,7 @@ class DiskTier:
                 try:
                     self._slots.write(slot, record.header.payload_start, record.payload)
                     self._slots.write(slot, 0, [record.header.raw])
-                    written.append(IndexRow(key, slot, record.header.raw))
+                    written.append(_row(slot, record.header))
                 except (OSError, EOFError) as error:
                     failed.append(slot)
                     self.refused[f"{type(error).__name__}: {error}"] += 1
@@ -516,6 +516,10 @@ class DiskTier:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+def _row(slot: int, header: RecordHeader) -> IndexRow:
+    return IndexRow(header.key, slot, header.raw, parent=str(header.meta["parent"]))
 
 
 def make_private_folder(folder: Path) -> None:

@@ -334,20 +334,23 @@ class InferenceEngine:
         any_kind: int = 0,
     ) -> ReusePlan:
         """Plan and place. What cannot be read from disk is forgotten, and the plan is made without it."""
+        until = self._disk.deadline() if self._disk is not None else 0.0
         while True:
             with planned() as plan:
-                failed = self._load_and_place(plan, arena, exact, any_kind)
+                failed = self._load_and_place(plan, arena, exact, any_kind, until)
             if not failed:
                 return plan
             for key, reason in failed.items():
                 self.cache_manager.lost_on_disk([key], reason)
 
-    def _load_and_place(self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int) -> dict[str, str]:
+    def _load_and_place(
+        self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int, until: float
+    ) -> dict[str, str]:
         """Place a plan; returns the chunks that could not be loaded, with reasons, where there are such."""
         if self._disk is None:
             self.assembler.place(plan, arena, exact, any_kind)
             return {}
-        fetched = self._disk.fetch(self.assembler.chunks_needed(plan, exact, any_kind))
+        fetched = self._disk.fetch(self.assembler.chunks_needed(plan, exact, any_kind), until)
         if not fetched.failed:
             self.assembler.place(plan, arena, exact, any_kind, fetched.loaded)
         self.cache_manager.warm_up(fetched.loaded)
@@ -669,11 +672,11 @@ class InferenceEngine:
 
     def clear(self) -> None:
         """Forget all cached text that is not pinned, on disk too, and remembered answers."""
-        if self._disk is not None:
-            self._disk.clear()
         self.cache_manager.clear()
         self._workspace.drop()
         self._reader.forget_answers()
+        if self._disk is not None:
+            self._disk.clear()
 
     def close(self) -> None:
         """Save what is not on disk yet, and free what the engine holds beside the model.

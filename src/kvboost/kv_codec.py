@@ -7,6 +7,7 @@ from the number of tokens, so that files and checksums need to know no more. Kno
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -225,6 +226,12 @@ class KeptChunk(CachedChunk):
     @past_key_values.setter
     def past_key_values(self, _given: PastKVType) -> None:
         """`kv` alone says what it holds."""
+
+    def with_kv(self, kv: StoredKV) -> KeptChunk:
+        """The same chunk with other KV."""
+        other = copy.copy(self)
+        other.kv = kv
+        return other
 
     def memory_bytes(self) -> int:
         """Bytes of all its tensors, as they are kept."""

@@ -53,6 +53,23 @@ class ReusePlan:
         """The prefix matches, cut at `prefix_end`."""
         return _cut(self.match.matches, 0, self.prefix_end)
 
+    def without(self, keys: set[str]) -> ReusePlan:
+        """The plan without chunks that cannot be had, and what depends on them."""
+        if not keys:
+            return self
+        first = next((p.start for p in self.pieces if p.chunk.chunk_id in keys), self.prefix_end)
+        chain_lost = any(piece.chunk.chunk_id in keys for piece in self.content.chain.pieces)
+        runs = tuple(
+            run for run in self.content.runs if not any(piece.chunk.chunk_id in keys for piece in run)
+        )
+        chain = ChainMatch() if chain_lost or first < self.prefix_end else self.content.chain
+        return replace(
+            self,
+            prefix_end=first,
+            chain_end=0 if chain_lost or first < self.prefix_end else self.chain_end,
+            content=replace(self.content, chain=chain, runs=runs),
+        )
+
     @property
     def chain_pieces(self) -> list[ChunkMatch]:
         """What the chain borrows behind the prefix."""
@@ -326,12 +343,15 @@ class PromptAssembler:
         """Gather the KV that is stored for `token_ids`, all of them if it is there."""
         ids = np.asarray(token_ids, dtype=np.int64)
         total = len(ids)
-        with self.planned(ids, namespace, limit=total) as plan:
+        with self.planned(ids, namespace, limit=total) as whole_plan:
+            needed = [chunk for chunk in self.chunks_needed(whole_plan) if not chunk.kv.is_loaded]
+            loaded = self._manager.load(needed) if needed and self._manager.load is not None else {}
+            plan = whole_plan.without({chunk.chunk_id for chunk in needed} - loaded.keys())
             pieces = [*plan.pieces, *plan.chain_pieces, *plan.moved_pieces]
             past = None
             if plan.reused:
                 arena = Arena(pieces[0].chunk.kv.codec.layout, total)
-                self.place(plan, arena)
+                self.place(plan, arena, loaded=loaded)
                 arena.set_length(total)
                 where = torch.from_numpy(np.concatenate([np.arange(run.start, run.end) for run in plan.runs]))
                 past = tuple(

@@ -8,6 +8,7 @@ A damaged chunk is left out on loading, with everything that follows it. Knows n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -52,13 +53,19 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     run = uuid.uuid4().hex[:12]
     rows: list[dict[str, Any]] = []
+    left_out: set[str] = set()
     with manager.exported(family) as chunks:
         for number, shard in enumerate(_shards(chunks)):
             name = f"chunks-{run}-{number:05d}.safetensors"
             tensors: dict[str, torch.Tensor] = {}
             for stored in _shown(shard, f"saving shard {number + 1}", progress):
-                tensors |= _tensors_of(stored.chunk)
-                rows.append({**_row_of(stored), "shard": name})
+                kv = manager.kv_of(stored.chunk) if stored.chunk.parent_hash not in left_out else None
+                if kv is None:  # on disk, and not to be had: nothing behind it could be reached either
+                    left_out.add(stored.chunk.chunk_id)
+                    continue
+                chunk = stored.chunk.with_kv(kv)
+                tensors |= _tensors_of(chunk)
+                rows.append({**_row_of(dataclasses.replace(stored, chunk=chunk)), "shard": name})
             safetensors.torch.save_file(tensors, folder / name)
             _sync(folder / name)
     header = {
@@ -162,7 +169,7 @@ def _shards(chunks: Iterable[StoredChunk]) -> Iterator[list[StoredChunk]]:
     size = 0
     for stored in chunks:
         shard.append(stored)
-        size += stored.chunk.memory_bytes()
+        size += stored.chunk.kv.codec.bytes_for(stored.chunk.length)
         if size >= _SHARD_BYTES:
             yield shard
             shard, size = [], 0
