@@ -8,6 +8,7 @@ prompt needs. Knows the store and the disk tier, no model.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -69,6 +70,7 @@ class DiskCache:
         self._codec = codec
         self._family = family
         self.tier = DiskTier(folder, max_chunks, slot_bytes, codec=codec, label=label)
+        self._pid = os.getpid()
         self._readers = _Readers()
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -130,16 +132,19 @@ class DiskCache:
         self._wake.set()
 
     def _save_forever(self) -> None:
+        next_look = time.monotonic() + _REFRESH_S  # for what other processes have saved
         while True:
             with contextlib.suppress(Exception):  # a saver that dies would lose everything from then on
                 self._save_all()
             if self._closing.is_set():
                 return
-            if not self._wake.wait(_REFRESH_S):
+            self._wake.wait(max(0.0, next_look - time.monotonic()))
+            self._wake.clear()
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _REFRESH_S
                 with contextlib.suppress(Exception):
                     if self.tier.refresh():
                         self._adopt()
-            self._wake.clear()
 
     def _save_all(self) -> None:
         self._is_saving = True
@@ -191,10 +196,12 @@ class DiskCache:
         return True
 
     def clear(self) -> None:
-        """Forget all that is on disk. What is in the store alone will be saved again."""
+        """Forget all that is in the store and not pinned, and all that is on disk; pins are saved again."""
+        is_idle = self._closing.is_set() or self.flush()
+        self._manager.clear()
         if self._closing.is_set():
             return
-        if not self.flush():
+        if not is_idle:
             raise CacheFileError(f"{self.tier.folder} was not cleared: the disk does not answer")
         keys = [entry.header.key for entry in self.tier.entries()]
         self.tier.clear()
@@ -207,7 +214,7 @@ class DiskCache:
 
     def close(self) -> None:
         """Save what is left, and close the files."""
-        if self._closing.is_set():
+        if self._closing.is_set() or os.getpid() != self._pid:  # a forked child leaves them to its parent
             return
         is_saved = self.flush()
         self._closing.set()
@@ -226,6 +233,7 @@ class _Readers:
         self._stuck: set[Future[Any]] = set()
         self._started = 0
         self._is_closed = False
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         for _ in range(_READERS):
             self._start()
@@ -238,7 +246,8 @@ class _Readers:
         """Have `call` made; None where too many readers hang, or there are none any more."""
         with self._lock:
             self._stuck = {future for future in self._stuck if not future.done()}
-            if self._is_closed or len(self._stuck) >= _MOST_STUCK:
+            is_forked = os.getpid() != self._pid  # threads stay with the parent
+            if self._is_closed or is_forked or len(self._stuck) >= _MOST_STUCK:
                 return None
             future: Future[Any] = Future()
             self._queue.put((future, call))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 VERSION = 1
+_COLUMNS = "key, slot, CAST(header AS BLOB), rowid"
 _OWNER_NAME = re.compile("[0-9a-f]{32}")
 _MOST = 1 << 62
 _BUSY_SECONDS = 10.0
@@ -27,6 +28,7 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, slot INTEGER NOT NULL UNIQUE, "
     "used INTEGER NOT NULL, header BLOB NOT NULL, parent TEXT NOT NULL)",
     "CREATE INDEX IF NOT EXISTS by_parent ON entries (parent)",
+    "CREATE INDEX IF NOT EXISTS by_used ON entries (used)",
     "CREATE TABLE IF NOT EXISTS claims (slot INTEGER PRIMARY KEY, owner TEXT NOT NULL)",
 )
 
@@ -50,6 +52,7 @@ class Owner:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.name = uuid.uuid4().hex
+        self._pid = os.getpid()
         folder.mkdir(mode=0o700, exist_ok=True)
         for other in os.listdir(folder):
             self.is_alive(other)
@@ -79,8 +82,9 @@ class Owner:
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with contextlib.suppress(OSError):
-                (self._folder / self.name).unlink()
+            if os.getpid() == self._pid:  # a forked child does not speak for its parent
+                with contextlib.suppress(OSError):
+                    (self._folder / self.name).unlink()
             os.close(fd)
 
 
@@ -93,13 +97,8 @@ class DiskIndex:
         self._lock = threading.RLock()
         if not path.exists():  # SQLite gives its other files the mode of this one
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._connection = sqlite3.connect(
-            path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-        )
-        self._connection.text_factory = lambda raw: raw.decode(errors="replace")
+        self._connection = self._connect()
         try:
-            self._execute("PRAGMA journal_mode=WAL")
-            self._execute("PRAGMA synchronous=NORMAL")
             with self.transaction():
                 for statement in _SCHEMA:
                     self._execute(statement)
@@ -109,6 +108,19 @@ class DiskIndex:
             self._connection.close()
             raise
 
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        connection.text_factory = lambda raw: raw.decode(errors="replace")
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
     def _execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
         return self._connection.execute(statement, values)
 
@@ -116,14 +128,22 @@ class DiskIndex:
     def transaction(self) -> Iterator[None]:
         """All of it or nothing, alone among all processes."""
         with self._lock:
-            self._execute("BEGIN IMMEDIATE")
             try:
+                self._execute("BEGIN IMMEDIATE")
                 yield
                 self._execute("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):
-                    self._execute("ROLLBACK")
+                self._roll_back()
                 raise
+
+    def _roll_back(self) -> None:
+        """End a transaction that failed, if need be with its connection: it would block all others."""
+        try:
+            if self._connection.in_transaction:
+                self._execute("ROLLBACK")
+        except sqlite3.Error:
+            self._connection.close()
+            self._connection = self._connect()
 
     # --- what is there -----------------------------------------------------------------------
 
@@ -140,14 +160,12 @@ class DiskIndex:
     def rows(self) -> list[IndexRow]:
         """All entries, those used last at the end."""
         with self._lock:
-            found = self._execute("SELECT key, slot, header, rowid FROM entries ORDER BY used").fetchall()
+            found = self._execute(f"SELECT {_COLUMNS} FROM entries ORDER BY used").fetchall()
         return [IndexRow(*row) for row in found]
 
     def row(self, key: str) -> IndexRow | None:
         with self._lock:
-            found = self._execute(
-                "SELECT key, slot, header, rowid FROM entries WHERE key = ?", (key,)
-            ).fetchone()
+            found = self._execute(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", (key,)).fetchone()
         return IndexRow(*found) if found is not None else None
 
     def has_changed(self) -> bool:
@@ -172,15 +190,21 @@ class DiskIndex:
         return int(entries), int(claims)
 
     def problems(self) -> list[str]:
-        """What SQLite finds wrong with its own file."""
+        """What is wrong with the file, by SQLite's own check and by what should be in it."""
         with self._lock:
             found = [str(row[0]) for row in self._execute("PRAGMA integrity_check(8)").fetchall()]
-        return [] if found == ["ok"] else found
+            tables = self._execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+        if found != ["ok"]:
+            return found
+        expected = {statement.replace("IF NOT EXISTS ", "") for statement in _SCHEMA}
+        return [] if {row[0] for row in tables} == expected else ["its tables are not what they should be"]
 
     # --- changing it -------------------------------------------------------------------------
 
-    def claim(self, keys: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    def claim(self, keys: Sequence[str], parents: Iterable[str] = ()) -> tuple[dict[str, int], list[str]]:
         """Slots for those of `keys` that have none, as far as there is room; and the keys evicted for them.
+
+        A process claims once at a time: claims that it still has are from a write that failed.
 
         What was used longest ago goes first, but nothing that another entry follows; of what was written
         together, the last.
@@ -193,7 +217,8 @@ class DiskIndex:
             wanted = [key for key in dict.fromkeys(keys) if key not in known]
             free = list(itertools.islice((slot for slot in range(slots) if slot not in used), len(wanted)))
             evicted: list[str] = []
-            while len(free) < len(wanted) and (victim := self._victim(known)) is not None:
+            spared = {*known, *parents}
+            while len(free) < len(wanted) and (victim := self._victim(spared)) is not None:
                 key, slot, number = victim
                 evicted.append(key)
                 self._execute("DELETE FROM entries WHERE rowid = ?", (number,))
@@ -251,7 +276,7 @@ class DiskIndex:
         with self.transaction():
             for row in rows:
                 self._execute(
-                    "DELETE FROM entries WHERE rowid = ? AND slot IS ? AND header IS ?",
+                    "DELETE FROM entries WHERE rowid = ? AND slot IS ? AND CAST(header AS BLOB) IS ?",
                     (row.number, row.slot, row.header),
                 )
 
@@ -267,10 +292,12 @@ class DiskIndex:
         return clock
 
     def _drop_dead_claims(self) -> None:
-        owners = [row[0] for row in self._execute("SELECT DISTINCT owner FROM claims").fetchall()]
-        for owner in owners:
-            if not self._owner.is_alive(owner):
-                self._execute("DELETE FROM claims WHERE owner = ?", (owner,))
+        alive: dict[str, bool] = {self._owner.name: False}  # its own are left from a write that failed
+        for slot, owner in self._execute("SELECT slot, owner FROM claims").fetchall():
+            if owner not in alive:
+                alive[owner] = self._owner.is_alive(owner)
+            if not alive[owner]:
+                self._execute("DELETE FROM claims WHERE slot IS ?", (slot,))
 
     def close(self) -> None:
         with self._lock, contextlib.suppress(sqlite3.Error):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from kvboost import serde
 from kvboost.disk_index import VERSION, DiskIndex, IndexRow, Owner
@@ -37,6 +38,7 @@ GEOMETRY = "tier.json"
 FORMAT = "kvboost-disk"
 CORRUPT = "corrupt"
 GONE = "evicted"
+_ADVICE = "use another folder, or give this process access to it"
 _FAILURES = (OSError, sqlite3.Error)
 Progress = Callable[[int, int], None]
 
@@ -102,6 +104,7 @@ class DiskTier:
         self._writing = threading.RLock()
         self._entries: dict[str, DiskEntry] = {}
         self._open_files: contextlib.ExitStack = contextlib.ExitStack()
+        self._is_closed = False
         make_private_folder(self.folder)
         self._open(label)
         self._load()
@@ -133,7 +136,7 @@ class DiskTier:
                 self._index = index
                 self._open_files = opened.pop_all()
         except (OSError, sqlite3.Error) as error:
-            raise CacheFileError(f"{self.folder} cannot be used: {error}") from error
+            raise CacheFileError(f"{self.folder} cannot be used ({error}): {_ADVICE}") from error
 
     def _check_geometry(self) -> None:
         found = read_geometry(self.folder)
@@ -156,6 +159,7 @@ class DiskTier:
             "max_chunks": self.max_chunks,
             "label": label or before.get("label", ""),
         }
+        geometry["check"] = _geometry_check(geometry)
         self.label = str(geometry["label"])
         if geometry != before:
             temporary = self.folder / f"{GEOMETRY}.{self._owner.name}"
@@ -167,23 +171,28 @@ class DiskTier:
         """The index, and whether it is a new one, to be filled from the slots: if it was damaged or gone."""
         path = self.folder / INDEX
         is_new = not path.exists()
-        index: DiskIndex | None = None
         try:
-            index = DiskIndex(path, self._owner)
-            if problems := index.problems():
-                raise sqlite3.DatabaseError(problems[0])
+            return self._checked_index(path), is_new
         except sqlite3.DatabaseError as error:
-            if index is not None:
-                index.close()
             if "locked" in str(error):
-                raise CacheFileError(f"{path} is locked by another program: {error}") from error
+                raise CacheFileError(
+                    f"{path} is locked by another program ({error}): end it, or use another folder"
+                ) from error
             warnings.warn(f"{path} is damaged ({error}); it is made anew from the slots", stacklevel=5)
             self._set_aside(path)
-            index, is_new = DiskIndex(path, self._owner), True
-        meta = index.meta()
-        if meta.get("num_slots") != self.max_chunks or meta.get("version") != VERSION:
+            return self._checked_index(path), True
+
+    def _checked_index(self, path: Path) -> DiskIndex:
+        """The index, if it is whole and can be written to; otherwise `sqlite3.DatabaseError`."""
+        index = DiskIndex(path, self._owner)
+        try:
+            if problems := index.problems():
+                raise sqlite3.DatabaseError(problems[0])
             index.resize(self.max_chunks, VERSION)
-        return index, is_new
+        except BaseException:
+            index.close()
+            raise
+        return index
 
     def _set_aside(self, path: Path) -> None:
         for suffix in ("-wal", "-shm"):
@@ -251,6 +260,8 @@ class DiskTier:
     def refresh(self) -> bool:
         """Notice what other processes have written; True where something changed."""
         with self._writing:
+            if self._is_closed:
+                return False
             try:
                 if self._index.was_replaced() or self._slots.was_replaced():
                     self._open_files.close()
@@ -283,6 +294,9 @@ class DiskTier:
         self.refused["larger than a slot"] += fits.count(False)
         wanted = {record.header.key: record for record, fit in zip(records, fits, strict=True) if fit}
         with self._writing:
+            if self._is_closed:
+                self.refused["closed"] += len(records)
+                return [False] * len(records)
             try:
                 self._write(wanted)
             except _FAILURES as error:
@@ -292,7 +306,8 @@ class DiskTier:
     def _write(self, wanted: dict[str, Record]) -> None:
         if self._index.was_replaced() or self._slots.was_replaced():
             self.refresh()
-        claimed, evicted = self._index.claim(list(wanted))
+        parents = [str(record.header.meta["parent"]) for record in wanted.values()]
+        claimed, evicted = self._index.claim(list(wanted), parents)
         with self._lock:
             self.evicted += evicted
             for key in evicted:
@@ -315,10 +330,12 @@ class DiskTier:
             written = []
             raise
         finally:
-            if failed:
-                self._index.give_up(failed)
-            if written:
-                self._index.publish(written)
+            try:
+                if written:
+                    self._index.publish(written)
+            finally:
+                if failed:
+                    self._index.give_up(failed)
         with self._lock:
             for row in written:
                 self._entries[row.key] = DiskEntry(row.slot, wanted[row.key].header)
@@ -454,7 +471,7 @@ class DiskTier:
             progress(number, len(rows))
             if self._is_good(row):
                 report.good += 1
-            elif self._index.row(row.key) == row or row.number < 0:  # else another process has replaced it
+            elif self._is_still(row):
                 report.corrupt.append(row.key)
                 damaged.append(row)
         progress(len(rows), len(rows))
@@ -462,8 +479,18 @@ class DiskTier:
             with self._lock:
                 for row in damaged:
                     self._entries.pop(row.key, None)
-            self._index.remove_rows(damaged)
+            try:
+                self._index.remove_rows(damaged)
+            except sqlite3.Error as error:
+                report.problems.append(str(error))
         return report
+
+    def _is_still(self, row: IndexRow) -> bool:
+        """Whether a row is there as it was read: another process may have replaced it."""
+        try:
+            return any(row == now for now in self._index.rows())
+        except sqlite3.Error:
+            return True
 
     def _is_good(self, row: IndexRow) -> bool:
         entry = self._entry_of(row)
@@ -507,8 +534,11 @@ class DiskTier:
             return len(self._entries)
 
     def close(self) -> None:
-        """Close the files. It can be called twice."""
+        """Close the files. It can be called twice; afterwards nothing is found and nothing is written."""
         with self._writing:
+            self._is_closed = True
+            with self._lock:
+                self._entries = {}
             self._open_files.close()
 
     def __enter__(self) -> DiskTier:
@@ -529,24 +559,32 @@ def make_private_folder(folder: Path) -> None:
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
         if not folder.is_dir():
-            raise CacheFileError(f"{folder} is a file; a disk cache needs a folder")
+            raise CacheFileError(f"{folder} is a file; a disk cache needs a folder: use another name")
     except OSError as error:
-        raise CacheFileError(f"{folder} cannot be made: {error.strerror}") from error
+        raise CacheFileError(f"{folder} cannot be made ({error.strerror}): {_ADVICE}") from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise CacheFileError(f"{folder} cannot be written to")
+        raise CacheFileError(f"{folder} cannot be written to: {_ADVICE}")
 
 
 def read_geometry(folder: Path) -> dict[str, Any] | None:
     """What the folder's description says; None where there is none, or it is damaged."""
     try:
         found = json.loads((folder / GEOMETRY).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     numbers = ("version", "slot_bytes", "max_chunks")
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         return None
-    whole = all(isinstance(found.get(name), int) and found[name] >= 0 for name in numbers)
-    return found if whole and isinstance(found.get("label"), str) else None
+    whole = all(type(found.get(name)) is int and found[name] >= 0 for name in numbers)
+    if not whole or not isinstance(found.get("label"), str):
+        return None
+    return found if found.get("check") == _geometry_check(found) else None
+
+
+def _geometry_check(geometry: dict[str, Any]) -> str:
+    """A checksum of all other fields."""
+    others = {name: value for name, value in geometry.items() if name != "check"}
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(others, sort_keys=True).encode()))
 
 
 @contextlib.contextmanager

@@ -672,11 +672,12 @@ class InferenceEngine:
 
     def clear(self) -> None:
         """Forget all cached text that is not pinned, on disk too, and remembered answers."""
-        self.cache_manager.clear()
         self._workspace.drop()
         self._reader.forget_answers()
         if self._disk is not None:
             self._disk.clear()
+        else:
+            self.cache_manager.clear()
 
     def close(self) -> None:
         """Save what is not on disk yet, and free what the engine holds beside the model.

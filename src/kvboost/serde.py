@@ -32,6 +32,17 @@ ALIGNMENT = 4_096  # the payload starts at a multiple of it
 _FIXED = struct.Struct("<8sIIIIQ16s")  # magic, version, header, JSON and token bytes, payload bytes, checksum
 _DIGEST_BYTES = 16
 _MAX_HEADER = 64 << 20
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "key": str,
+    "parent": str,
+    "namespace": str,
+    "content": str,
+    "text": str,
+    "position_start": int,
+    "created_at": (int, float),
+    "access_count": int,
+    "recomputed": bool,
+}
 Buffer = memoryview
 
 
@@ -169,10 +180,20 @@ def read_header(raw: bytes) -> RecordHeader | None:
     _, _, _, json_bytes, _, payload_bytes, checksum = _FIXED.unpack_from(raw)
     try:
         meta = json.loads(body[_FIXED.size : _FIXED.size + json_bytes])
+        if not all(isinstance(meta[name], kind) for name, kind in _FIELDS.items()):
+            return None
         ids = np.frombuffer(body[_FIXED.size + json_bytes :], dtype="<u4")
         header = RecordHeader(raw, meta, ids, payload_bytes, checksum)
         specs = header.codec.specs(len(ids))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, CacheFileError):
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        CacheFileError,
+    ):
         return None
     expected = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
     return header if expected == payload_bytes and len(ids) else None

@@ -26,7 +26,9 @@ class SlotFile:
         try:
             self._fd = os.open(path, flags, 0o600)
         except OSError as error:
-            raise CacheFileError(f"{path} cannot be opened: {error.strerror}") from error
+            raise CacheFileError(
+                f"{path} cannot be opened ({error.strerror}): use another folder, or give this process access"
+            ) from error
         try:
             self._allocate(num_slots)
         except CacheFileError:

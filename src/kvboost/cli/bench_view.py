@@ -108,5 +108,5 @@ def title(record: dict[str, Any]) -> str:
 def simple_table(first_column: str) -> Table:
     """An empty table with its first column."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first_column)
+    table.add_column(first_column, overflow="fold")
     return table

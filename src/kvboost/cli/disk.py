@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -84,7 +85,7 @@ def check_table(found: list[dict[str, Any]]) -> Table:
         if one["repaired"]:
             damaged += " (dropped)"
         table.add_row(
-            Path(one["folder"]).name,
+            escape(Path(one["folder"]).name),
             f"{one['slots']:,}",
             f"{one['good']:,}",
             damaged,
@@ -151,7 +152,7 @@ def disk_table(found: list[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in found:
         table.add_row(
-            one["model"] or Path(one["folder"]).name,
+            escape(one["model"] or Path(one["folder"]).name),
             str(one["kv_cache_bits"] or "-"),
             f"{one['chunks']:,}",
             f"{one['max_chunks']:,}",
