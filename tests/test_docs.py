@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import quant_numbers, readme_numbers, reuse_numbers
+from tests import disk_numbers, quant_numbers, readme_numbers, reuse_numbers
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -57,10 +57,19 @@ def test_numbers_of_quantization_are_those_of_the_result_files() -> None:
     assert quant_numbers.readme_line() in README
 
 
+def test_numbers_of_the_disk_are_those_of_the_result_file() -> None:
+    document = (ROOT / "docs" / "disk-cache.md").read_text()
+    assert disk_numbers.disk_table() in document
+    assert reuse_numbers.machine("disk-cpu") in document
+    assert disk_numbers.readme_line() in README
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "README.md",
+        "docs/disk-cache.md",
+        "docs/disk-format.md",
         "docs/how-reuse-works.md",
         "docs/quantization.md",
         "docs/architecture.md",

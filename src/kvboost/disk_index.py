@@ -88,6 +88,13 @@ class Owner:
             os.close(fd)
 
 
+def _run(connection: sqlite3.Connection, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
+    try:
+        return connection.execute(statement, values)
+    except UnicodeDecodeError as error:  # SQLite quotes damaged bytes in its message
+        raise sqlite3.DatabaseError("malformed, and not even in words that can be shown") from error
+
+
 class DiskIndex:
     """The open database. All methods may raise `sqlite3.Error`, and may be called from any thread."""
 
@@ -114,15 +121,15 @@ class DiskIndex:
         )
         connection.text_factory = lambda raw: raw.decode(errors="replace")
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")
+            _run(connection, "PRAGMA journal_mode=WAL")
+            _run(connection, "PRAGMA synchronous=NORMAL")
         except BaseException:
             connection.close()
             raise
         return connection
 
     def _execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
-        return self._connection.execute(statement, values)
+        return _run(self._connection, statement, values)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

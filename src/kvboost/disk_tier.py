@@ -39,7 +39,7 @@ FORMAT = "kvboost-disk"
 CORRUPT = "corrupt"
 GONE = "evicted"
 _ADVICE = "use another folder, or give this process access to it"
-_FAILURES = (OSError, sqlite3.Error)
+_FAILURES = (OSError, sqlite3.Error, UnicodeError)
 Progress = Callable[[int, int], None]
 
 
@@ -173,7 +173,7 @@ class DiskTier:
         is_new = not path.exists()
         try:
             return self._checked_index(path), is_new
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeError) as error:
             if "locked" in str(error):
                 raise CacheFileError(
                     f"{path} is locked by another program ({error}): end it, or use another folder"

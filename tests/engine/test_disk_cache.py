@@ -114,9 +114,9 @@ def go_cold(engine: KVBoost) -> None:
 
 
 def answer(
-    engine: KVBoost, prompt: Sequence[int], mode: str = "prefix_cache", **options: Any
+    engine: KVBoost, prompt: Sequence[int], mode: str = "prefix_cache", *, tokens: int = 4, **options: Any
 ) -> GenerationResult:
-    result = engine.generate(list(prompt), max_new_tokens=4, mode=mode, **options)
+    result = engine.generate(list(prompt), max_new_tokens=tokens, mode=mode, **options)
     check_spans(result)
     return result
 
@@ -378,7 +378,12 @@ def test_explain_reads_nothing(disk_engine: MakeEngine, monkeypatch: pytest.Monk
         one.warm(text)
     two = disk_engine()
     reads: list[Any] = []
-    monkeypatch.setattr("kvboost.slot_file.os.preadv", lambda *a: reads.append(a) or _REAL["preadv"](*a))
+
+    def counted(*arguments: Any) -> Any:
+        reads.append(arguments)
+        return _REAL["preadv"](*arguments)
+
+    monkeypatch.setattr("kvboost.slot_file.os.preadv", counted)
     before = two.cache_stats()
     assert two.explain([*text, 7]).cached_tokens == 100
     assert two.explain([*random_ids(9, seed=3), *text, 7]).prompt_tokens == 110
@@ -550,7 +555,7 @@ def test_random_traffic_stays_in_both_budgets(
     options: dict[str, Any] = {**limits[seed % 4], "disk_cache_bytes": disk_bytes}
     shelf = [random_ids(draw.randint(20, 70), seed=100 * seed + number) for number in range(8)]
     engine = disk_engine(**options)
-    for step in range(28):
+    for step in range(20):
         with Monitor(engine, disk_bytes):
             action = draw.choice(["warm", "warm", "exact", "exact", "moved", "moved", "pin", "unpin", "rest"])
             parts = draw.sample(shelf, draw.randint(1, 3))
@@ -582,6 +587,7 @@ def test_random_traffic_stays_in_both_budgets(
             check_exact_on_disk(engine)
             engine.close()
             engine = disk_engine(**options)
+    flush(engine)
     report = tier_of(engine).check()
     assert report.is_good
     assert report.free + report.good == slots
@@ -1022,19 +1028,19 @@ def scripted_run(make: MakeEngine, folder: Path, expected: list[list[int]], mode
         one._disk.flush(5.0)
         one.warm(B)
         for prompt, wanted in zip(SCRIPT_PROMPTS, expected, strict=True):
-            assert answer(one, prompt).token_ids == wanted
+            assert answer(one, prompt, tokens=2).token_ids == wanted
             one._workspace.drop()
             one.cache_manager.check_integrity()
     with make(**options) as two:
         for prompt, wanted in zip(SCRIPT_PROMPTS, expected, strict=True):
-            assert answer(two, prompt).token_ids == wanted
+            assert answer(two, prompt, tokens=2).token_ids == wanted
             two.cache_manager.check_integrity()
 
 
 @pytest.fixture
 def script_answers(disk_engine: MakeEngine) -> list[list[int]]:
     engine = disk_engine(disk_cache_dir=None)
-    return [answer(engine, prompt, "baseline").token_ids for prompt in SCRIPT_PROMPTS]
+    return [answer(engine, prompt, "baseline", tokens=2).token_ids for prompt in SCRIPT_PROMPTS]
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv", "fdatasync"])
@@ -1072,11 +1078,11 @@ def self_healed(make: MakeEngine, folder: Path, expected: list[list[int]], model
         engine.warm(A)
     engine = make(model=model, disk_cache_dir=folder, disk_cache_bytes=12 * SLOT_BYTES)
     assert engine.explain([*A, 7]).cached_tokens == len(A)
-    assert answer(engine, SCRIPT_PROMPTS[0]).token_ids == expected[0]
+    assert answer(engine, SCRIPT_PROMPTS[0], tokens=2).token_ids == expected[0]
     engine.close()
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("calls", [*((call,) for call in ALL_CALLS), ALL_CALLS], ids=str)
 def test_calls_that_keep_failing(
     calls: tuple[str, ...],
@@ -1154,12 +1160,11 @@ def test_random_damage_under_a_running_engine(seed: int, disk_engine: MakeEngine
                 file.write(draw.randbytes(draw.choice([1, 1, 4096])))
 
 
-@pytest.mark.parametrize("reopen", [False, True], ids=["running", "reopened"])
 @pytest.mark.parametrize(
     "what", ["half", "empty", "no slots", "no index", "no description", "no folder", "index full of noise"]
 )
 def test_files_that_go_while_the_engine_runs(
-    what: str, reopen: bool, disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    what: str, disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_cache, "_REFRESH_S", 0.05)
     engine = disk_engine(max_chunks=4)
@@ -1184,13 +1189,11 @@ def test_files_that_go_while_the_engine_runs(
             (folder / name).unlink()
         for round_number in range(2):
             for text, wanted in zip(texts, expected, strict=True):
-                assert within(20.0, lambda text=text: answer(engine, [*text, 7])).token_ids == wanted
+                assert within(20.0, partial(answer, engine, [*text, 7])).token_ids == wanted
                 engine.cache_manager.check_integrity()
             if round_number == 0:
                 time.sleep(0.15)  # the saver notices
         within(20.0, engine.close)
-        if not reopen:
-            return
         for _ in range(2):
             with disk_engine() as again:
                 for text, wanted in zip(texts, expected, strict=True):
@@ -1206,6 +1209,7 @@ def test_files_that_go_while_the_engine_runs(
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(disk_cache, "_WAY_S", 0.2)
 
 
 def median_ttft(engine: KVBoost, seeds: range, tokens: int = 60) -> float:
@@ -1406,7 +1410,7 @@ def test_close_returns_when_reading_hangs(disk_engine: MakeEngine, hang: Hang) -
 )
 def test_threads_on_one_engine_with_little_ram(options: dict[str, Any], disk_engine: MakeEngine) -> None:
     engine = disk_engine(**options)
-    prompts = [random_ids(50 + k % 5, seed=k % 7) + random_ids(1 + k % 9, seed=500 + k) for k in range(42)]
+    prompts = [random_ids(50 + k % 5, seed=k % 7) + random_ids(1 + k % 9, seed=500 + k) for k in range(30)]
     expected = [answer(engine, prompt, "baseline").token_ids for prompt in prompts]
 
     def work(number: int) -> None:
@@ -1576,9 +1580,9 @@ while True:
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Path]]]:
-    """The programs, each in a process and a folder of its own; they start together."""
+    """The programs, each in a process and a folder of its own; they start with the first test."""
     running: dict[str, tuple[subprocess.Popen[str], Path]] = {}
     for name, program in PROGRAMS.items():
         folder = tmp_path_factory.mktemp(name)

@@ -142,13 +142,16 @@ def chat_turns(engine: KVBoost, chats: int, turns: int, new_tokens: int) -> list
     return rows
 
 
-def write_result(name: str, summary: dict[str, Any], cases: list[Any]) -> None:
+BUILTIN = "SmolLM2-135M-Instruct (built in)"
+
+
+def write_result(name: str, summary: dict[str, Any], cases: list[Any], model: str | None = BUILTIN) -> None:
     """Keep a proof's outcome with machine, versions and date beside it."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     document = {
         "proof": name,
         "date": date.today().isoformat(),
-        "model": "SmolLM2-135M-Instruct (built in)",
+        "model": model,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {
             "kvboost": __version__,
