@@ -12,14 +12,14 @@ def disk_table() -> str:
     found = record("disk-cpu")["results"]
     size = f"{found['payload_bytes'] / 1e6:,.0f} MB"
     lines = ["| | with the disk tier | without | |", "| --- | --- | --- | --- |"]
-    for kind in ("read", "write"):
-        lines.append(
-            f"| {kind}, {size} | {found[f'{kind}_gb_s']:.2f} GB/s | {found[f'plain_{kind}_gb_s']:.2f} GB/s "
-            f"| {found[f'{kind}_of_plain']:.2f} x |"
-        )
-    ttft = found["ttft_ms"]
+    lines += [
+        f"| {kind}, {size} | {found[f'{kind}_gb_s']:.2f} GB/s | {found[f'plain_{kind}_gb_s']:.2f} GB/s "
+        f"| {found[f'{kind}_of_plain']:.2f} x |"
+        for kind in ("read", "write")
+    ]
+    ttft, tokens = found["ttft_ms"], record("disk-cpu")["settings"]["tokens"]
     lines.append(
-        f"| first token at {record('disk-cpu')['settings']['tokens']:,} tokens | {ttft['disk']['median']:,.0f} ms "
+        f"| first token at {tokens:,} tokens | {ttft['disk']['median']:,.0f} ms "
         f"| {ttft['baseline']['median']:,.0f} ms | {found['speedup']:.1f} x sooner |"
     )
     return "\n".join(lines)

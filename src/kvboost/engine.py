@@ -204,7 +204,7 @@ class InferenceEngine:
         return DiskCache(
             self.cache_manager,
             self.codec,
-            Path(self.settings.disk_cache_dir) / f"{family[:24]}-{slot_bytes}",
+            Path(self.settings.disk_cache_dir) / f"{family[:24]}-{self.chunk_size}-{slot_bytes}",
             family,
             max_chunks=DEFAULT_CHUNKS if budget is None else budget // slot_bytes,
             slot_bytes=slot_bytes,
