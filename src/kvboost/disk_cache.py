@@ -75,6 +75,7 @@ class DiskCache:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._is_saving = False
+        self._was_too_slow = False  # then chunks were forgotten that are still there
         self._no_waiting_until = 0.0
         self._adopt()
         manager.save_from_now_on()
@@ -117,6 +118,7 @@ class DiskCache:
                 found.failed[key] = kv
             else:
                 found.loaded[key] = kv
+        self._was_too_slow |= TOO_SLOW in found.failed.values()
         return found
 
     def _read(self, entry: DiskEntry) -> StoredKV | str:
@@ -143,7 +145,8 @@ class DiskCache:
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + _REFRESH_S
                 with contextlib.suppress(Exception):
-                    if self.tier.refresh():
+                    if self.tier.refresh() or self._was_too_slow:
+                        self._was_too_slow = False
                         self._adopt()
 
     def _save_all(self) -> None:

@@ -41,7 +41,7 @@ MakeEngine = Callable[..., KVBoost]
 Hang = Callable[..., threading.Event]
 ALL_CALLS = ("preadv", "pwritev", "fdatasync")
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 0.5  # in tests with a disk that hangs
+DEADLINE_S = 1.0  # in tests with a disk that hangs
 SLOT_BYTES = 16_384  # of a chunk of 16 tokens of the tiny llama: 12 KiB and a header
 _REAL = {name: getattr(os, name) for name in ("preadv", "pwritev", "fdatasync")}
 
@@ -1237,7 +1237,7 @@ def test_a_prompt_that_does_not_need_the_disk_is_not_delayed(
         assert result.spans[0].origin is Origin.LIVE
         engine.cache_manager.check_integrity()
     times.sort()
-    assert times[len(times) // 2] < 3 * well + 30
+    assert times[len(times) // 2] < 3 * well + 100
     assert times[-1] < 1000 * DEADLINE_S * 0.8
     assert engine.explain(random_ids(60, seed=999)).cached_tokens == 59  # nor a look at what it would need
 
@@ -1277,6 +1277,24 @@ def test_a_prompt_that_needs_a_hanging_disk_waits_one_deadline(disk_engine: Make
     result = answer(two, [*text, 7])
     assert (result.token_ids, result.cached_tokens) == (expected, 96)
     two.cache_manager.check_integrity()
+
+
+def test_what_was_too_slow_once_is_found_again(
+    disk_engine: MakeEngine, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "_DEADLINE_S", 0.1)
+    monkeypatch.setattr(disk_cache, "_REFRESH_S", 0.05)
+    text = random_ids(96, seed=1)
+    with disk_engine() as one:
+        one.warm(text)
+    two = disk_engine(max_chunks=0)  # nothing that is computed anew stays
+    released = hang("preadv")
+    assert answer(two, [*text, 7]).cached_tokens == 0
+    released.set()
+    until = time.monotonic() + 10
+    while two.explain([*text, 7]).cached_tokens < 96 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert answer(two, [*text, 7]).cached_tokens == 96
 
 
 @pytest.mark.usefixtures("short_deadline")
