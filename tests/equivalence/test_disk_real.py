@@ -31,8 +31,9 @@ def disk_engine(real: KVBoost, folder: Path, **options: Any) -> KVBoost:
 
 def test_another_process_answers_from_disk_as_baseline_does(real: KVBoost, tmp_path: Path) -> None:
     text = corpus_ids(real.tokenizer, 700, seed=91)
-    with disk_engine(real, tmp_path, max_chunks=4) as engine:
+    with disk_engine(real, tmp_path, max_chunks=6) as engine:
         engine.warm(text[:600])
+        engine.warm(corpus_ids(real.tokenizer, 600, seed=90))  # RAM has no room for both
         expected = engine.generate(text, max_new_tokens=12, mode="baseline").token_ids
     outcome = subprocess.run(
         [sys.executable, "-c", ASK, str(tmp_path), json.dumps(text)],
@@ -46,18 +47,15 @@ def test_another_process_answers_from_disk_as_baseline_does(real: KVBoost, tmp_p
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_moved_text_is_found_on_disk(real: KVBoost, tmp_path: Path, bits: int) -> None:
-    documents = [corpus_ids(real.tokenizer, 300, seed=92 + number) for number in range(2)]
+    documents = [corpus_ids(real.tokenizer, 600, seed=92 + number) for number in range(2)]
     question = corpus_ids(real.tokenizer, 20, seed=95)
     with disk_engine(real, tmp_path, kv_cache_bits=bits) as engine:
         for document in documents:
             engine.warm(document)
-    with disk_engine(real, tmp_path, kv_cache_bits=bits, recompute_ratio=1.0) as engine:
+    with disk_engine(real, tmp_path, kv_cache_bits=bits) as engine:
         assert engine.cache_stats()["chunks"] == 0
         prompt = [*documents[1], *documents[0], *question]
         result = engine.generate(prompt, max_new_tokens=8)
-        origins = {span.origin for span in result.spans}
-        assert result.cached_tokens >= 590
-        assert {Origin.EXACT, Origin.RECOMPUTED} <= origins
-        if bits == 16:
-            expected = engine.generate(prompt, max_new_tokens=8, mode="baseline")
-            assert result.token_ids == expected.token_ids
+        assert result.cached_tokens >= 1_190
+        assert {span.origin for span in result.spans} == set(Origin)
+        assert engine.cache_stats()["chunks_on_disk_only"] == 0  # they came back to RAM
