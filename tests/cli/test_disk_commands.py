@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvboost import disk_tier
 from kvboost.cli.main import main
 from kvboost.disk_tier import GEOMETRY, INDEX, SLOTS, DiskTier
 
@@ -332,13 +333,14 @@ def test_a_damaged_description_is_one_line(
 
 
 def test_another_version_is_refused(disk: Path, tier_folder: Path) -> None:
-    found = json.loads((tier_folder / GEOMETRY).read_text())
-    (tier_folder / GEOMETRY).write_text(json.dumps({**found, "version": 99}))
+    found = {**json.loads((tier_folder / GEOMETRY).read_text()), "version": 99}
+    sealed = {**found, "check": disk_tier._geometry_check(found)}
+    (tier_folder / GEOMETRY).write_text(json.dumps(sealed))
     before = (tier_folder / SLOTS).read_bytes()
     for command in (("disk", "check"), ("disk", "clear", "--yes"), ("stats", "--disk")):
         outcome = kvboost(*command, disk)
         assert outcome.exit_code == 1
-        assert "99" in outcome.stderr
+        assert "version 99" in outcome.stderr
         assert is_one_line(outcome.stderr)
     assert (tier_folder / SLOTS).read_bytes() == before
 
