@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -201,7 +202,7 @@ class InferenceEngine:
         longest = self.chunk_size + 2 * self.settings.chunk_boundary_window
         slot_bytes = slot_bytes_for(self.codec, longest)
         budget = self.settings.disk_cache_bytes
-        return DiskCache(
+        disk = DiskCache(
             self.cache_manager,
             self.codec,
             Path(self.settings.disk_cache_dir) / f"{family[:24]}-{self.chunk_size}-{slot_bytes}",
@@ -210,6 +211,8 @@ class InferenceEngine:
             slot_bytes=slot_bytes,
             label=self._model_name(),
         )
+        weakref.finalize(self, disk.close)  # an engine that nobody closed: its threads must end before Python
+        return disk
 
     @classmethod
     def from_pretrained(
