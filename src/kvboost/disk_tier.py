@@ -9,22 +9,27 @@ index that is damaged is set aside and made anew from the slots. Knows chunks an
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import sqlite3
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from kvboost import serde
+from kvboost.disk_folder import (
+    ADVICE,
+    DESCRIPTION,
+    FolderDescription,
+    alone,
+    make_private_folder,
+    read_description,
+)
 from kvboost.disk_index import VERSION, DiskIndex, IndexRow, Owner
 from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec
@@ -34,11 +39,8 @@ from kvboost.slot_file import MOST_SLOTS, SlotFile
 
 INDEX = "index.sqlite"
 SLOTS = "slots.bin"
-GEOMETRY = "tier.json"
-FORMAT = "kvboost-disk"
 CORRUPT = "corrupt"
 GONE = "evicted"
-_ADVICE = "use another folder, or give this process access to it"
 _FAILURES = (OSError, sqlite3.Error, UnicodeError)
 Progress = Callable[[int, int], None]
 
@@ -98,7 +100,6 @@ class DiskTier:
         self.misses: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.evicted: list[str] = []  # keys that made room since somebody asked last
-        self.label = label
         self._codec = codec
         self._lock = threading.RLock()  # for the entries; never held while the disk is waited for
         self._writing = threading.RLock()
@@ -106,66 +107,43 @@ class DiskTier:
         self._open_files: contextlib.ExitStack = contextlib.ExitStack()
         self._is_closed = False
         make_private_folder(self.folder)
-        self._open(label)
+        self._description = FolderDescription(self.folder, slot_bytes, max_chunks, label)
+        self._open()
         self._load()
 
     @classmethod
     def existing(cls, folder: str | os.PathLike[str]) -> DiskTier:
         """The tier that was made in `folder`, with the sizes that it was made with."""
-        geometry = read_geometry(Path(folder))
-        if geometry is None:
-            raise CacheFileError(f"{folder} holds no disk cache: there is no readable {GEOMETRY} in it")
-        return cls(folder, geometry["max_chunks"], geometry["slot_bytes"])
+        found = read_description(Path(folder))
+        if found is None:
+            raise CacheFileError(f"{folder} holds no disk cache: there is no readable {DESCRIPTION} in it")
+        return cls(folder, found["max_chunks"], found["slot_bytes"])
+
+    @property
+    def label(self) -> str:
+        """Whose chunks these are, in words."""
+        return self._description.label
 
     # --- opening -----------------------------------------------------------------------------
 
-    def _open(self, label: str = "") -> None:
+    def _open(self) -> None:
         """Open the index and the slots, making what is missing; nothing is touched if they do not fit."""
         try:
-            with contextlib.ExitStack() as opened, _alone(self.folder / "opening"):
+            with contextlib.ExitStack() as opened, alone(self.folder / "opening"):
                 self._owner = Owner(self.folder / "owners")
                 opened.callback(self._owner.close)
-                self._check_geometry()
+                self._description.check()
                 index, is_new = self._open_index()
                 opened.callback(index.close)
                 self._slots = SlotFile(self.folder / SLOTS, self.slot_bytes, self.max_chunks)
                 opened.callback(self._slots.close)
-                self._write_geometry(label)
+                self._description.write(self._owner.name)
                 if is_new:
                     self._rebuild(index)
                 self._index = index
                 self._open_files = opened.pop_all()
         except (OSError, sqlite3.Error) as error:
-            raise CacheFileError(f"{self.folder} cannot be used ({error}): {_ADVICE}") from error
-
-    def _check_geometry(self) -> None:
-        found = read_geometry(self.folder)
-        if found is not None and found["version"] != VERSION:
-            raise CacheFileError(
-                f"{self.folder} has format version {found['version']}, this kvboost reads version {VERSION}"
-            )
-        if found is not None and found["slot_bytes"] != self.slot_bytes:
-            raise CacheFileError(
-                f"{self.folder} was made with slot_bytes={found['slot_bytes']}, this needs "
-                f"{self.slot_bytes}: use another folder, or clear this one"
-            )
-
-    def _write_geometry(self, label: str) -> None:
-        before = read_geometry(self.folder) or {}
-        geometry = {
-            "format": FORMAT,
-            "version": VERSION,
-            "slot_bytes": self.slot_bytes,
-            "max_chunks": self.max_chunks,
-            "label": label or before.get("label", ""),
-        }
-        geometry["check"] = _geometry_check(geometry)
-        self.label = str(geometry["label"])
-        if geometry != before:
-            temporary = self.folder / f"{GEOMETRY}.{self._owner.name}"
-            temporary.write_text(json.dumps(geometry))
-            temporary.chmod(0o600)
-            temporary.replace(self.folder / GEOMETRY)
+            raise CacheFileError(f"{self.folder} cannot be used ({error}): {ADVICE}") from error
 
     def _open_index(self) -> tuple[DiskIndex, bool]:
         """The index, and whether it is a new one, to be filled from the slots: if it was damaged or gone."""
@@ -550,52 +528,6 @@ class DiskTier:
 
 def _row(slot: int, header: RecordHeader) -> IndexRow:
     return IndexRow(header.key, slot, header.raw, parent=str(header.meta["parent"]))
-
-
-def make_private_folder(folder: Path) -> None:
-    """Make a folder that only its owner can look into; a clear error where that cannot be."""
-    try:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        for path in reversed(missing):
-            path.mkdir(mode=0o700, exist_ok=True)
-        if not folder.is_dir():
-            raise CacheFileError(f"{folder} is a file; a disk cache needs a folder: use another name")
-    except OSError as error:
-        raise CacheFileError(f"{folder} cannot be made ({error.strerror}): {_ADVICE}") from error
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise CacheFileError(f"{folder} cannot be written to: {_ADVICE}")
-
-
-def read_geometry(folder: Path) -> dict[str, Any] | None:
-    """What the folder's description says; None where there is none, or it is damaged."""
-    try:
-        found = json.loads((folder / GEOMETRY).read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    numbers = ("version", "slot_bytes", "max_chunks")
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        return None
-    whole = all(type(found.get(name)) is int and found[name] >= 0 for name in numbers)
-    if not whole or not isinstance(found.get("label"), str):
-        return None
-    return found if found.get("check") == _geometry_check(found) else None
-
-
-def _geometry_check(geometry: dict[str, Any]) -> str:
-    """A checksum of all other fields."""
-    others = {name: value for name, value in geometry.items() if name != "check"}
-    return str(xxhash.xxh3_64_hexdigest(json.dumps(others, sort_keys=True).encode()))
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Inside, no other process is; the system unlocks it where this one dies."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _same_form(one: KVCodec, other: KVCodec) -> bool:

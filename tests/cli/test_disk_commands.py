@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvboost import disk_tier
 from kvboost.cli.main import main
-from kvboost.disk_tier import GEOMETRY, INDEX, SLOTS, DiskTier
+from kvboost.disk_folder import DESCRIPTION, seal
+from kvboost.disk_tier import INDEX, SLOTS, DiskTier
 
 TEXT = "The lamp is lit thirty minutes before sunset."  # the tiny tokenizer has a token per byte
 SLOT_BYTES = 16_384  # of 16 tokens
@@ -205,9 +205,9 @@ def test_models_of_one_folder_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_stats_change_nothing(disk: Path, tier_folder: Path) -> None:
-    before = (tier_folder / SLOTS).read_bytes(), (tier_folder / GEOMETRY).read_bytes()
+    before = (tier_folder / SLOTS).read_bytes(), (tier_folder / DESCRIPTION).read_bytes()
     assert stats(disk) == stats(disk)
-    assert ((tier_folder / SLOTS).read_bytes(), (tier_folder / GEOMETRY).read_bytes()) == before
+    assert ((tier_folder / SLOTS).read_bytes(), (tier_folder / DESCRIPTION).read_bytes()) == before
 
 
 def test_stats_need_one_folder(disk: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_damaged_index_is_said_and_made_anew(disk: Path, tier_folder: Path, ti
 def test_a_damaged_description_is_one_line(
     command: tuple[str, ...], text: str, disk: Path, tier_folder: Path
 ) -> None:
-    (tier_folder / GEOMETRY).write_text(text)
+    (tier_folder / DESCRIPTION).write_text(text)
     outcome = kvboost(*command, disk)
     assert outcome.exit_code == 1
     assert is_one_line(outcome.stderr), outcome.stderr
@@ -333,9 +333,9 @@ def test_a_damaged_description_is_one_line(
 
 
 def test_another_version_is_refused(disk: Path, tier_folder: Path) -> None:
-    found = {**json.loads((tier_folder / GEOMETRY).read_text()), "version": 99}
-    sealed = {**found, "check": disk_tier._geometry_check(found)}
-    (tier_folder / GEOMETRY).write_text(json.dumps(sealed))
+    found = {**json.loads((tier_folder / DESCRIPTION).read_text()), "version": 99}
+    sealed = {**found, "check": seal(found)}
+    (tier_folder / DESCRIPTION).write_text(json.dumps(sealed))
     before = (tier_folder / SLOTS).read_bytes()
     for command in (("disk", "check"), ("disk", "clear", "--yes"), ("stats", "--disk")):
         outcome = kvboost(*command, disk)

@@ -21,8 +21,9 @@ from typing import Any
 
 import pytest
 
+from kvboost.disk_folder import DESCRIPTION
 from kvboost.disk_index import DiskIndex
-from kvboost.disk_tier import GEOMETRY, INDEX, SLOTS, DiskTier
+from kvboost.disk_tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError
 from kvboost.serde import to_record
 from tests.equivalence.proofs import write_result
@@ -472,15 +473,15 @@ def test_every_byte_of_the_settings_in_the_index(closed_specimen: Specimen) -> N
 
 def test_every_byte_of_the_description_of_the_folder(closed_specimen: Specimen) -> None:
     """One damaged digit must not make the folder one of another slot size or version for good."""
-    for place in range(len(closed_specimen.files[GEOMETRY])):
+    for place in range(len(closed_specimen.files[DESCRIPTION])):
         for mask in (0x01, 0x08, 0x80):
-            assert _one_flip(closed_specimen, GEOMETRY, place, mask).outcome == "all right"
+            assert _one_flip(closed_specimen, DESCRIPTION, place, mask).outcome == "all right"
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"garbage", b"[" * 100_000])
 def test_a_description_of_the_folder_that_makes_no_sense(content: bytes, closed_specimen: Specimen) -> None:
     closed_specimen.restore()
-    (closed_specimen.folder / GEOMETRY).write_bytes(content)
+    (closed_specimen.folder / DESCRIPTION).write_bytes(content)
     assert look_at(closed_specimen).hits == MAX_CHUNKS
 
 

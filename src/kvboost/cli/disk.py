@@ -113,11 +113,11 @@ def clear(folder: Path, yes: bool) -> None:
 
 def tier_folders(folder: Path) -> list[Path]:
     """The folders with chunks in `folder`: one per model, encoding and chunk size, or itself."""
-    from kvboost.disk_tier import GEOMETRY
+    from kvboost.disk_folder import DESCRIPTION
 
-    found = sorted(path.parent for path in [*folder.glob(GEOMETRY), *folder.glob(f"*/{GEOMETRY}")])
+    found = sorted(path.parent for path in [*folder.glob(DESCRIPTION), *folder.glob(f"*/{DESCRIPTION}")])
     if not found:
-        raise CacheFileError(f"{folder} holds no disk cache: there is no {GEOMETRY} in it or below it")
+        raise CacheFileError(f"{folder} holds no disk cache: there is no {DESCRIPTION} in it or below it")
     return found
 
 
