@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -474,11 +474,21 @@ class KVCacheManager:
         """Note what is not on disk; `take_unsaved` hands it out."""
         with self._lock:
             self._store.saves = True
-            self._store.unsaved = {
-                key: None
+            self._store.unsaved = OrderedDict.fromkeys(
+                key
                 for key, entry in self._store.entries.items()
                 if entry.chunk.patchwork is None and key not in self._store.saved
-            }
+            )
+
+    def note_saved(self, keys: Iterable[str]) -> set[str]:
+        """Remember that chunks are on disk; returns the keys of those that are not known at all."""
+        with self._lock:
+            found = set(keys)
+            known = found & self._store.entries.keys()
+            self._store.saved |= known
+            for key in known & self._store.unsaved.keys():
+                del self._store.unsaved[key]
+            return found - known
 
     def adopt(self, chunks: Iterable[StoredChunk], family: str) -> int:
         """Make chunks known whose KV lies on disk, as far as what they follow is known; returns how many."""
@@ -487,8 +497,6 @@ class KVCacheManager:
             for stored in sorted(chunks, key=lambda one: one.chunk.position_start):
                 chunk, raw = stored.chunk, token_bytes(stored.chunk.token_ids)
                 if chunk.chunk_id in self._store.entries:
-                    self._store.saved.add(chunk.chunk_id)
-                    self._store.unsaved.pop(chunk.chunk_id, None)
                     continue
                 parent = self._parent_of_stored(stored, family)
                 if parent is None or chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
@@ -505,15 +513,13 @@ class KVCacheManager:
         """Up to `limit` chunks of a family that are to be saved, held until `mark_saved`."""
         with self._lock:
             taken: list[StoredChunk] = []
-            for key in list(self._store.unsaved):
+            while self._store.unsaved and len(taken) < limit:
+                key, _ = self._store.unsaved.popitem(last=False)
                 entry = self._store.entries[key]
                 namespace = self._store.namespaces[entry.root_key]
                 if namespace.family == family and not entry.is_cold:
                     self._store.hold(key)
                     taken.append(StoredChunk(namespace.key, namespace.content_key, entry.chunk))
-                del self._store.unsaved[key]
-                if len(taken) == limit:
-                    break
             return taken
 
     def mark_saved(self, chunks: Sequence[StoredChunk], written: Sequence[bool]) -> None:

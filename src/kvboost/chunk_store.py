@@ -10,6 +10,7 @@ and it does not know how KV is made.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvboost import prefix_tree
@@ -64,7 +65,7 @@ class ChunkStore:
         self.borrowers: dict[str, set[str]] = {}  # by donor: the patchworks that borrow from it
         self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
         self.saved: set[str] = set()  # keys of chunks that are on disk too
-        self.unsaved: dict[str, None] = {}  # keys of those that are not yet, in order
+        self.unsaved: OrderedDict[str, None] = OrderedDict()  # keys of those that are not yet, in order
         self.used: dict[str, None] = {}  # saved chunks that were used since somebody asked last
         self.num_lost = 0
         self.obsolete: list[str] = []  # saved chunks that a longer one has replaced

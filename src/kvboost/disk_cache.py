@@ -168,14 +168,16 @@ class DiskCache:
 
     def _adopt(self) -> None:
         """Tell the store what is on disk."""
-        known = [
+        entries = {entry.header.key: entry for entry in self.tier.entries() if self.tier.is_readable(entry)}
+        new = [
             StoredChunk(
-                entry.header.meta["namespace"], entry.header.meta["content"], _cold(entry, self._codec)
+                entries[key].header.meta["namespace"],
+                entries[key].header.meta["content"],
+                _cold(entries[key], self._codec),
             )
-            for entry in self.tier.entries()
-            if self.tier.is_readable(entry)
+            for key in self._manager.note_saved(entries)
         ]
-        self._manager.adopt(known, self._family)
+        self._manager.adopt(new, self._family)
 
     def make_way(self, tokens: int) -> None:
         """Before `tokens` tokens are stored: give the disk a moment to save what they would evict.
