@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,9 @@ import numpy as np
 
 from kvboost import prefix_tree, store_audit
 from kvboost.arena import KVLayout, Packed
-from kvboost.chunk_store import ChunkStore, StoreEntry
+from kvboost.chunk_store import ChunkStore, StoredChunk, StoreEntry
 from kvboost.content_matching import ChainMatch, ChunkMatch, RunMatch, find_chain, find_runs
+from kvboost.disk_ledger import DiskLedger
 from kvboost.errors import InvalidRequestError, UnstorableKVError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
 from kvboost.miss_reasons import divergence_of
@@ -40,15 +41,6 @@ from kvboost.usage import Usage
 
 ROOT = Namespace(key="", family="", salt="")  # chains without a model, as the public hashes make them
 _MAX_EMPTY_ROOTS = 1_024  # every salt has a root; those without chunks are dropped beyond this
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk, the key of the root that it stands under, and that of the namespace it belongs to."""
-
-    namespace_key: str
-    content_key: str
-    chunk: KeptChunk
 
 
 @dataclass(frozen=True)
@@ -110,6 +102,7 @@ class KVCacheManager:
         self._counts: Counter[str] = Counter()
         self.load: Callable[[Sequence[KeptChunk]], Mapping[str, StoredKV]] | None = None  # from disk
         self._lock = threading.RLock()
+        self.on_disk = DiskLedger(self._store, self._lock)
 
     # --- finding -----------------------------------------------------------------------------
 
@@ -222,7 +215,7 @@ class KVCacheManager:
         if chunk.kv.is_loaded:
             return chunk.kv
         loaded = self.load([chunk]) if self.load is not None else {}
-        self.warm_up(loaded)
+        self.on_disk.warm_up(loaded)
         return loaded.get(chunk.chunk_id)
 
     def count_request(
@@ -453,7 +446,7 @@ class KVCacheManager:
         chunk = stored.chunk
         raw = token_bytes(chunk.token_ids)
         with self._lock:
-            parent = self._parent_of_stored(stored, family)
+            parent = self._store.parent_of(stored, family)
             if parent is None or chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
                 return False
             near, common = prefix_tree.best_child(parent, raw)
@@ -467,117 +460,6 @@ class KVCacheManager:
             )
             self._store.unhold(node.key if node is not None else parent.key)
             return node is not None
-
-    # --- the disk ----------------------------------------------------------------------------
-
-    def save_from_now_on(self) -> None:
-        """Note what is not on disk; `take_unsaved` hands it out."""
-        with self._lock:
-            self._store.saves = True
-            self._store.unsaved = OrderedDict.fromkeys(
-                key
-                for key, entry in self._store.entries.items()
-                if entry.chunk.patchwork is None and key not in self._store.saved
-            )
-
-    def note_saved(self, keys: Iterable[str]) -> set[str]:
-        """Remember that chunks are on disk; returns the keys of those that are not known at all."""
-        with self._lock:
-            found = set(keys)
-            known = found & self._store.entries.keys()
-            self._store.saved |= known
-            for key in known & self._store.unsaved.keys():
-                del self._store.unsaved[key]
-            return found - known
-
-    def adopt(self, chunks: Iterable[StoredChunk], family: str) -> int:
-        """Make chunks known whose KV lies on disk, as far as what they follow is known; returns how many."""
-        adopted = 0
-        with self._lock:
-            for stored in sorted(chunks, key=lambda one: one.chunk.position_start):
-                chunk, raw = stored.chunk, token_bytes(stored.chunk.token_ids)
-                if chunk.chunk_id in self._store.entries:
-                    continue
-                parent = self._parent_of_stored(stored, family)
-                if parent is None or chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
-                    continue
-                near, common = prefix_tree.best_child(parent, raw)
-                inside = near is not None and common == chunk.length
-                if not inside and chunk.chunk_id not in self._store.reserved:
-                    self._store.insert_cold(parent, raw, chunk)
-                    adopted += 1
-            self._store.prune_roots()
-        return adopted
-
-    def take_unsaved(self, limit: int, family: str) -> list[StoredChunk]:
-        """Up to `limit` chunks of a family that are to be saved, held until `mark_saved`."""
-        with self._lock:
-            taken: list[StoredChunk] = []
-            while self._store.unsaved and len(taken) < limit:
-                key, _ = self._store.unsaved.popitem(last=False)
-                entry = self._store.entries[key]
-                namespace = self._store.namespaces[entry.root_key]
-                if namespace.family == family and not entry.is_cold:
-                    self._store.hold(key)
-                    taken.append(StoredChunk(namespace.key, namespace.content_key, entry.chunk))
-            return taken
-
-    def mark_saved(self, chunks: Sequence[StoredChunk], written: Sequence[bool]) -> None:
-        """Release chunks that `take_unsaved` gave out, and remember those that are on disk now."""
-        with self._lock:
-            for stored, is_written in zip(chunks, written, strict=True):
-                if is_written:
-                    self._store.saved.add(stored.chunk.chunk_id)
-                self._store.unhold(stored.chunk.chunk_id)
-
-    def take_obsolete(self) -> list[str]:
-        """Keys of saved chunks that longer ones have replaced."""
-        with self._lock:
-            taken, self._store.obsolete = self._store.obsolete, []
-            return [key for key in taken if key not in self._store.entries]
-
-    def take_used(self) -> list[str]:
-        """Keys of saved chunks that were used since this was asked last."""
-        with self._lock:
-            taken, self._store.used = self._store.used, {}
-            return list(taken)
-
-    def lost_on_disk(self, keys: Iterable[str], reason: str) -> None:
-        """Note that chunks are no longer on disk; those that are nowhere else are forgotten."""
-        with self._lock:
-            for key in keys:
-                self._store.saved.discard(key)
-                self._store.forget(key, reason)
-
-    def warm_up(self, loaded: Mapping[str, StoredKV]) -> None:
-        """Keep KV that was loaded from disk, as far as there is room."""
-        with self._lock:
-            for key, kv in loaded.items():
-                entry = self._store.entries.get(key)
-                if entry is not None:
-                    self._store.warm_up(entry, kv)
-
-    def has_room(self, tokens: int, bytes_needed: int) -> bool:
-        """Whether so much more can be stored without evicting anything."""
-        with self._lock:
-            return self._store.tier.fits(bytes_needed, -(-tokens // self.chunk_size))
-
-    @property
-    def num_unsaved(self) -> int:
-        with self._lock:
-            return len(self._store.unsaved)
-
-    def _parent_of_stored(self, stored: StoredChunk, family: str) -> TreeNode | None:
-        """Where a chunk from a file belongs; None where the chunk before it is not known."""
-        if stored.namespace_key not in self._store.namespaces:
-            # Whose salt it is, the file does not say: to everyone else it was never stored.
-            base = stored.content_key if stored.content_key != stored.namespace_key else ""
-            unknown_salt = f"\0{stored.content_key}"
-            self._store.root(Namespace(stored.namespace_key, family, unknown_salt, base))
-        if stored.chunk.parent_hash == stored.namespace_key:
-            return self._store.roots[stored.namespace_key]
-        entry = self._store.entries.get(stored.chunk.parent_hash)
-        return entry.node if entry is not None else None
 
     def _store_span(
         self,
@@ -663,6 +545,11 @@ class KVCacheManager:
         return self._store.root(Namespace(key=f"detached:{key}", family="detached", salt=""))
 
     # --- room --------------------------------------------------------------------------------
+
+    def has_room(self, tokens: int, bytes_needed: int) -> bool:
+        """Whether so much more can be stored without evicting anything."""
+        with self._lock:
+            return self._store.tier.fits(bytes_needed, -(-tokens // self.chunk_size))
 
     def clear(self) -> None:
         """Forget everything that nobody holds or pinned; counters stay."""

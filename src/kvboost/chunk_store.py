@@ -52,6 +52,15 @@ class StoreEntry:
         return not (self.is_cold or self.warm_children or self.shields)
 
 
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk, the key of the root that it stands under, and that of the namespace it belongs to."""
+
+    namespace_key: str
+    content_key: str
+    chunk: KeptChunk
+
+
 class ChunkStore:
     """Entries by key, a tree per namespace, and the books."""
 
@@ -146,6 +155,18 @@ class ChunkStore:
         if self.num_storing == 0:  # otherwise an empty root may be about to get a child
             for key in [key for key, root in self.roots.items() if not root.children]:
                 del self.roots[key], self.namespaces[key]
+
+    def parent_of(self, stored: StoredChunk, family: str) -> TreeNode | None:
+        """Where a chunk from a file belongs; None where the chunk before it is not known."""
+        if stored.namespace_key not in self.namespaces:
+            # Whose salt it is, the file does not say: to everyone else it was never stored.
+            base = stored.content_key if stored.content_key != stored.namespace_key else ""
+            unknown_salt = f"\0{stored.content_key}"
+            self.root(Namespace(stored.namespace_key, family, unknown_salt, base))
+        if stored.chunk.parent_hash == stored.namespace_key:
+            return self.roots[stored.namespace_key]
+        entry = self.entries.get(stored.chunk.parent_hash)
+        return entry.node if entry is not None else None
 
     def hold(self, key: str) -> StoreEntry | None:
         """Keep a chunk, and so all before it, from eviction; returns what is held. A root needs no hold."""

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvboost import serde
-from kvboost.cache_manager import KVCacheManager, StoredChunk
+from kvboost.cache_manager import KVCacheManager
+from kvboost.chunk_store import StoredChunk
 from kvboost.disk_tier import GONE, DiskEntry, DiskTier
 from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
@@ -78,7 +79,7 @@ class DiskCache:
         self._was_too_slow = False  # then chunks were forgotten that are still there
         self._no_waiting_until = 0.0
         self._adopt()
-        manager.save_from_now_on()
+        manager.on_disk.save_from_now_on()
         manager.load = lambda chunks: self.fetch(chunks).loaded
         self._saver = threading.Thread(target=self._save_forever, name="kvboost-saver", daemon=True)
         self._saver.start()
@@ -152,16 +153,16 @@ class DiskCache:
     def _save_all(self) -> None:
         self._is_saving = True
         try:
-            if used := self._manager.take_used():
+            if used := self._manager.on_disk.take_used():
                 self.tier.touch(used)
-            while chunks := self._manager.take_unsaved(_BATCH, self._family):
+            while chunks := self._manager.on_disk.take_unsaved(_BATCH, self._family):
                 written: Sequence[bool] = [False] * len(chunks)
                 try:
                     written = self.tier.write_records([_record(stored) for stored in chunks])
                 finally:
-                    self._manager.mark_saved(chunks, written)
-                    self._manager.lost_on_disk(self.tier.take_evicted(), GONE)
-            if obsolete := self._manager.take_obsolete():
+                    self._manager.on_disk.mark_saved(chunks, written)
+                    self._manager.on_disk.lost(self.tier.take_evicted(), GONE)
+            if obsolete := self._manager.on_disk.take_obsolete():
                 self.tier.remove(obsolete)
         finally:
             self._is_saving = False
@@ -175,9 +176,9 @@ class DiskCache:
                 entries[key].header.meta["content"],
                 _cold(entries[key], self._codec),
             )
-            for key in self._manager.note_saved(entries)
+            for key in self._manager.on_disk.note_saved(entries)
         ]
-        self._manager.adopt(new, self._family)
+        self._manager.on_disk.adopt(new, self._family)
 
     def make_way(self, tokens: int) -> None:
         """Before `tokens` tokens are stored: give the disk a moment to save what they would evict.
@@ -193,7 +194,7 @@ class DiskCache:
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all is saved; False where that took too long."""
         until = time.monotonic() + (_DRAIN_S if timeout_s is None else timeout_s)
-        while self._manager.num_unsaved or self._is_saving:
+        while self._manager.on_disk.num_unsaved or self._is_saving:
             self._wake.set()
             if time.monotonic() >= until or not self._saver.is_alive():
                 return False
@@ -210,12 +211,12 @@ class DiskCache:
             raise CacheFileError(f"{self.tier.folder} was not cleared: the disk does not answer")
         keys = [entry.header.key for entry in self.tier.entries()]
         self.tier.clear()
-        self._manager.lost_on_disk(keys, GONE)
-        self._manager.save_from_now_on()
+        self._manager.on_disk.lost(keys, GONE)
+        self._manager.on_disk.save_from_now_on()
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters of the disk at this moment."""
-        return {**self.tier.stats(), "unsaved_chunks": self._manager.num_unsaved}
+        return {**self.tier.stats(), "unsaved_chunks": self._manager.on_disk.num_unsaved}
 
     def close(self) -> None:
         """Save what is left, and close the files."""

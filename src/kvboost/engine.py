@@ -344,7 +344,7 @@ class InferenceEngine:
             if not failed:
                 return plan
             for key, reason in failed.items():
-                self.cache_manager.lost_on_disk([key], reason)
+                self.cache_manager.on_disk.lost([key], reason)
 
     def _load_and_place(
         self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int, until: float
@@ -356,7 +356,7 @@ class InferenceEngine:
         fetched = self._disk.fetch(self.assembler.chunks_needed(plan, exact, any_kind), until)
         if not fetched.failed:
             self.assembler.place(plan, arena, exact, any_kind, fetched.loaded)
-        self.cache_manager.warm_up(fetched.loaded)
+        self.cache_manager.on_disk.warm_up(fetched.loaded)
         return fetched.failed
 
     def _repair(self, plan: ReusePlan, request: Request, arena: Arena) -> np.ndarray:

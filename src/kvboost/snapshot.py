@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save_file as write_tensors
 
-from kvboost.cache_manager import KVCacheManager, StoredChunk
+from kvboost.cache_manager import KVCacheManager
+from kvboost.chunk_store import StoredChunk
 from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
 from kvboost.models import content_hash_from_tokens, token_bytes
