@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as functional
@@ -64,7 +64,7 @@ def folded_attention(
     if pattern is not None:
         return pattern.attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     if not _can_fold(query, key, attention_mask, dropout, is_causal, kwargs):
-        return _pass_on(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
+        return pass_on(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     group = heads // kv_heads
     folded = functional.scaled_dot_product_attention(
         query.reshape(batch, kv_heads, group * tokens, head_dim),
@@ -86,7 +86,7 @@ def _can_fold(
     extra: dict[str, Any],
 ) -> bool:
     tokens = query.shape[2]
-    if tokens > _MAX_FOLDED_TOKENS or query.shape[1] == key.shape[1] or dropout:
+    if tokens > _MAX_FOLDED_TOKENS or query.shape[1] == key.shape[1]:
         return False
     if attention_mask is None and tokens > 1:
         return False  # plain causal prefill keeps the stock kernel
@@ -94,7 +94,7 @@ def _can_fold(
         return False  # a mask per head
     if is_causal is False:
         return False
-    return all(name in _HARMLESS or argument is None for name, argument in extra.items())
+    return is_plain(dropout, extra)
 
 
 def _fold_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -109,6 +109,30 @@ def _fold_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tens
     folded_mask = values.repeat(1, 1, group, 1)
     mask._kvboost_folded = (made_for, folded_mask)  # type: ignore[attr-defined]  # rides along with its mask
     return folded_mask
+
+
+def is_plain(dropout: float, extra: dict[str, Any]) -> bool:
+    """Whether attention is nothing but a masked softmax, so that ours may stand in for the model's own."""
+    return not dropout and all(name in _HARMLESS or argument is None for name, argument in extra.items())
+
+
+class Pattern(Protocol):
+    """What the queries of a forward see, where that is not all tokens before them."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+        scaling: float | None,
+        is_causal: bool | None,
+        extra: dict[str, Any],
+        /,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of `query` `[1, heads, n, head_dim]`, as transformers' functions return it."""
 
 
 class QueryPattern:
@@ -175,14 +199,14 @@ class QueryPattern:
         batch, heads, tokens, head_dim = query.shape
         kv_heads = key.shape[1]
         group = heads // kv_heads
-        known = all(name in _HARMLESS or argument is None for name, argument in extra.items())
+        known = is_plain(dropout, extra)
         if self.scores is not None:
             probabilities = self._observe(query, key, scaling, extra.get("softcap"))
-            if known and not dropout and batch == 1:
+            if known and batch == 1:
                 seen = torch.bmm(probabilities.to(value.dtype), value[0])
                 return seen.reshape(heads, tokens, -1).transpose(0, 1).unsqueeze(0), None
-        if not known or dropout or batch != 1:
-            return _pass_on(module, query, key, value, attention_mask, dropout, scaling, is_causal, extra)
+        if not known or batch != 1:
+            return pass_on(module, query, key, value, attention_mask, dropout, scaling, is_causal, extra)
         result = query.new_empty(batch, heads, tokens, value.shape[3])
         for start, end, keys in self._blocks:
             block = functional.scaled_dot_product_attention(
@@ -214,11 +238,11 @@ class QueryPattern:
         return probabilities
 
 
-_PATTERN: ContextVar[QueryPattern | None] = ContextVar("kvboost_query_pattern", default=None)
+_PATTERN: ContextVar[Pattern | None] = ContextVar("kvboost_query_pattern", default=None)
 _OWN: ContextVar[str] = ContextVar("kvboost_own_attention", default="sdpa")
 
 
-def _pass_on(
+def pass_on(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -257,7 +281,7 @@ def _own_function(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 @contextmanager
-def patterned(model: Any, pattern: QueryPattern) -> Iterator[None]:
+def patterned(model: Any, pattern: Pattern) -> Iterator[None]:
     """Run forwards inside over the scattered positions of `pattern`, whatever the model's attention is."""
     AttentionInterface.register(NAME, folded_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask_function())

@@ -205,16 +205,17 @@ def generate(
     return Decoded(
         new_ids,
         first_token_at=first if first is not None else time.perf_counter(),
-        finish_reason=_finish_reason(new_ids, options, watch),
+        finish_reason=finish_reason(new_ids, options, cancelled=watch.cancelled.is_set()),
     )
 
 
-def _finish_reason(new_ids: list[int], options: GenerationOptions, watch: Watch) -> str:
+def finish_reason(new_ids: list[int], options: GenerationOptions, *, cancelled: bool = False) -> str:
+    """Why an answer ended: "stop", "length" or "cancelled"."""
     eos = options.config.eos_token_id
     ends = set(eos if isinstance(eos, list) else [eos])
     if new_ids and new_ids[-1] in ends:
         return "stop"
-    if watch.cancelled.is_set():
+    if cancelled:
         return "cancelled"
     return "length" if len(new_ids) >= options.max_new_tokens else "stop"
 

@@ -10,11 +10,12 @@ decode's; this module only joins them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from kvboost import calibration, decode, loading, repair, rope, snapshot
+from kvboost import calibration, decode, loading, repair, rope, row_decode, rows, snapshot, workload
 from kvboost.approximation import Approximation
 from kvboost.arena import Arena, probe_layout
 from kvboost.attention import QueryPattern
@@ -31,7 +32,7 @@ from kvboost.cache_manager import KVCacheManager, StoreReport
 from kvboost.calibration import Calibration
 from kvboost.chunk_registry import ChunkRegistry, boundary_token_ids
 from kvboost.compat import check_model_compatibility, choose_device, structural_refusal, text_config
-from kvboost.decode import Decoded, GenerationOptions, Watch
+from kvboost.decode import Decoded
 from kvboost.errors import InvalidRequestError, UnsupportedModelError
 from kvboost.explain import Explanation, explain_spans
 from kvboost.keeper import Keeper
@@ -46,42 +47,23 @@ from kvboost.models import (
     WarmResult,
 )
 from kvboost.namespace import Namespace, NamespaceTracker
+from kvboost.placement import Placer
 from kvboost.prepared import PreparedPrompt
 from kvboost.prompt_assembler import PromptAssembler, ReusePlan
-from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
+from kvboost.prompts import Prompt, PromptReader
+from kvboost.requests import Request, RequestReader
+from kvboost.row_server import RowServer
 from kvboost.selftest import check_exactness
-from kvboost.settings import EngineSettings, choice
+from kvboost.settings import EngineSettings
 from kvboost.sparse_forward import run_pattern
 from kvboost.stream import TextStream
+from kvboost.workload import Workload
 from kvboost.workspace import Workspace
 
 if TYPE_CHECKING:
     from kvboost.disk_cache import DiskCache
 
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
-
-
-class Request:
-    """A checked request: its tokens, its options, and the namespace its KV belongs to."""
-
-    def __init__(
-        self,
-        prompt: TokenizedPrompt,
-        mode: GenerationMode,
-        options: GenerationOptions,
-        namespace: Namespace,
-        started: float,
-    ) -> None:
-        self.prompt = prompt
-        self.mode = mode
-        self.options = options
-        self.namespace = namespace
-        self.started = started
-        self.watch = Watch()
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self.prompt.token_ids
 
 
 class InferenceEngine:
@@ -176,8 +158,7 @@ class InferenceEngine:
         )
         self._workspace = Workspace(self.layout)
         self._reader = PromptReader(tokenizer, text_config(model).vocab_size)
-        self._exact_range = rope.exact_range_tokens(model)
-        self._max_positions = rope.max_positions(model)
+        self._requests = RequestReader(model, self._reader)
         self._keeper = Keeper(
             self.cache_manager,
             self.chunk_registry,
@@ -192,6 +173,18 @@ class InferenceEngine:
         if recompute_ratio == "auto":
             self._use_calibration(calibration.load(family, selector))
         self._disk = self._open_disk(family)
+        self._placer = Placer(self.assembler, self.cache_manager, self._disk)
+        self._rows = RowServer(
+            model,
+            tokenizer,
+            self.cache_manager,
+            self._placer,
+            self._keeper,
+            self._workspace,
+            self._reader,
+            self._planned_prefix,
+        )
+        self._workload = Workload(self.layout, self._serve, self._rows.generate, self._why_alone)
 
     def _open_disk(self, family: str) -> DiskCache | None:
         """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
@@ -288,11 +281,128 @@ class InferenceEngine:
         stream.start(lambda: self._serve(request), request.watch.cancelled)
         return stream
 
+    # --- many requests -----------------------------------------------------------------------
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        max_batch_tokens: int | None = None,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Answer prompts that share a prefix: it is loaded or computed once, the rest runs in batches.
+
+        Each prompt gets the answer that `generate` would give it; with a `seed`, prompt i that of `seed` + i.
+        `max_batch_tokens` bounds the KV of one batch, in tokens. Where prompts fail, the PartialResultsError
+        carries the other results. With `mode="chunk_kv_reuse"` or "baseline", prompts run one by one.
+        """
+        if self.bit_exact:
+            raise InvalidRequestError(
+                "generate_batch cannot be bit-exact, since other rows change the shapes that the model sees; "
+                "use generate or generate_many, which run each prompt alone in this mode"
+            )
+        requests = self._read_all(
+            prompts, max_new_tokens, mode, temperature, do_sample, cache_salt, seed, max_batch_tokens, options
+        )
+        outcomes = self._workload.outcomes(requests, loners_alone=False, max_batch_tokens=max_batch_tokens)
+        return workload.collected(outcomes, len(requests))
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        max_batch_tokens: int | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Answer any mixture of prompts, in their order: those that share a prefix together, others alone.
+
+        The arguments are those of `generate_batch`. `progress=None` shows a bar on a terminal.
+        """
+        requests = self._read_all(
+            prompts, max_new_tokens, mode, temperature, do_sample, cache_salt, seed, max_batch_tokens, options
+        )
+        outcomes = self._workload.outcomes(requests, loners_alone=True, max_batch_tokens=max_batch_tokens)
+        return workload.collected(workload.shown(outcomes, len(requests), progress), len(requests))
+
+    def stream_many(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        max_batch_tokens: int | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, GenerationResult]]:
+        """Like `generate_many`, but yields each prompt's index and result when it has finished.
+
+        Closing it early releases everything. Prompts that fail are told by a PartialResultsError at the end.
+        """
+        requests = self._read_all(
+            prompts, max_new_tokens, mode, temperature, do_sample, cache_salt, seed, max_batch_tokens, options
+        )
+        outcomes = self._workload.outcomes(requests, loners_alone=True, max_batch_tokens=max_batch_tokens)
+        return workload.streamed(outcomes, len(requests))
+
+    def _read_all(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        mode: GenerationMode | str,
+        temperature: float,
+        do_sample: bool,
+        cache_salt: str | None,
+        seed: int | None,
+        max_batch_tokens: int | None,
+        options: dict[str, Any],
+    ) -> list[Request]:
+        started = time.perf_counter()
+        workload.check_batch_tokens(max_batch_tokens)
+        namespace = self._namespaces.current(self._salt(cache_salt))
+        return self._requests.read_all(
+            prompts, namespace, max_new_tokens, mode, temperature, do_sample, seed, options, started
+        )
+
+    def _why_alone(self, request: Request) -> str:
+        """Why a request cannot run beside others in one forward; empty where it can."""
+        if request.mode is not GenerationMode.PREFIX_CACHE:
+            return f"mode {request.mode.value}"
+        if self.bit_exact or self.settings.overlap_k:
+            return "bit-exact mode" if self.bit_exact else "overlap encoding"
+        if self._requests.is_gated(request.needed):
+            return rope.GATED_REASON
+        if not self._can_run_rows:
+            return "the model's attention cannot be replaced"
+        return row_decode.why_alone(request.options)
+
+    @functools.cached_property
+    def _can_run_rows(self) -> bool:
+        with decode.running(self.model, fast=True):
+            return rows.can_run(self.model, Arena(self.layout, 1))
+
+    # --- the path of a request ---------------------------------------------------------------
+
     def _serve(self, request: Request) -> GenerationResult:
         """The path of a request whose input was checked."""
         if request.mode is GenerationMode.BASELINE:
             return self._serve_baseline(request)
-        if self._is_gated(request):
+        if self._requests.is_gated(request.needed):
             self.cache_manager.count_request(reused=0, total=len(request.prompt), reason=rope.GATED_REASON)
             return self._serve_plain(request, rope.GATED_REASON)
         plan, arena = self._place(request)
@@ -323,41 +433,17 @@ class InferenceEngine:
             refusal=self._approximation.refusal(total) if with_content else "",
         )
 
+    def _planned_prefix(self, request: Request, limit: int) -> AbstractContextManager[ReusePlan]:
+        """What the cache holds of the first `limit` tokens, exact only."""
+        return self.assembler.planned(
+            request.token_ids, request.namespace, limit, mode=AssemblyMode.PREFIX_ONLY
+        )
+
     def _place(self, request: Request) -> tuple[ReusePlan, Arena]:
         """What is reused of the prompt, and an arena that holds it, with room for the rest and the answer."""
-        capacity = len(request.prompt) + request.options.max_new_tokens
+        capacity = request.needed
         arena, exact, any_kind = self._workspace.take(capacity, request.namespace.key, request.token_ids)
-        return self._placed(lambda: self._planned(request), arena, exact, any_kind), arena
-
-    def _placed(
-        self,
-        planned: Callable[[], AbstractContextManager[ReusePlan]],
-        arena: Arena,
-        exact: int = 0,
-        any_kind: int = 0,
-    ) -> ReusePlan:
-        """Plan and place. What cannot be read from disk is forgotten, and the plan is made without it."""
-        until = self._disk.deadline() if self._disk is not None else 0.0
-        while True:
-            with planned() as plan:
-                failed = self._load_and_place(plan, arena, exact, any_kind, until)
-            if not failed:
-                return plan
-            for key, reason in failed.items():
-                self.cache_manager.on_disk.lost([key], reason)
-
-    def _load_and_place(
-        self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int, until: float
-    ) -> dict[str, str]:
-        """Place a plan; returns the chunks that could not be loaded, with reasons, where there are such."""
-        if self._disk is None:
-            self.assembler.place(plan, arena, exact, any_kind)
-            return {}
-        fetched = self._disk.fetch(self.assembler.chunks_needed(plan, exact, any_kind), until)
-        if not fetched.failed:
-            self.assembler.place(plan, arena, exact, any_kind, fetched.loaded)
-        self.cache_manager.on_disk.warm_up(fetched.loaded)
-        return fetched.failed
+        return self._placer.place(lambda: self._planned(request), arena, exact, any_kind), arena
 
     def _repair(self, plan: ReusePlan, request: Request, arena: Arena) -> np.ndarray:
         """Compute again what the new surroundings change, and what is missing between reused runs.
@@ -394,9 +480,9 @@ class InferenceEngine:
 
     def _serve_baseline(self, request: Request) -> GenerationResult:
         """The model's own generate; in bit-exact mode in the same blocks as with reuse."""
-        if not self.bit_exact or self._is_gated(request):
+        if not self.bit_exact or self._requests.is_gated(request.needed):
             return self._serve_plain(request, "baseline")
-        capacity = len(request.prompt) + request.options.max_new_tokens
+        capacity = request.needed
         arena = Workspace(self.layout).take(capacity, "", request.token_ids)[0]
         decoded = self._run(request, arena)
         return self._result(request, decoded, (self._live(request, "baseline"),))
@@ -419,11 +505,11 @@ class InferenceEngine:
         """
         prompt = self._reader.read(text, self._salt(cache_salt), warming=True)
         total = len(prompt)
-        self._check_positions(position_offset + total, "position_offset and text", position_offset)
+        self._requests.check_positions(position_offset + total, "position_offset and text", position_offset)
         namespace = self._namespaces.current(self._salt(cache_salt))
         end = total - total % self.chunk_size if self.bit_exact else total
         tail = total % self.chunk_size
-        if self._exact_range is not None and position_offset + total > self._exact_range:
+        if self._requests.is_gated(position_offset + total):
             return WarmResult(0, total, self.chunk_size, tail == 0, tail, f"not kept, {rope.GATED_REASON}")
         report = self._warm_exact(prompt.token_ids, end, namespace, position_offset)
         return WarmResult(
@@ -441,7 +527,7 @@ class InferenceEngine:
         if position_offset:
             namespace = namespace.at_offset(position_offset)
         arena, already, _ = self._workspace.take(max(end, 1), namespace.key, ids)
-        plan = self._placed(lambda: self.assembler.planned(ids, namespace, limit=end), arena, already)
+        plan = self._placer.place(lambda: self.assembler.planned(ids, namespace, limit=end), arena, already)
         with decode.running(self.model, fast=not self.bit_exact):
             if self.settings.overlap_k:
                 self._encode_with_overlap(ids, arena, end, position_offset)
@@ -449,10 +535,10 @@ class InferenceEngine:
                 decode.prefill(
                     self.model, ids, arena, end, block=self._block, position_offset=position_offset
                 )
-        self._make_way(end - plan.reused)
+        self._placer.make_way(end - plan.reused)
         report = self._keeper.keep(ids[:end], arena, namespace, position_offset=position_offset)
         self._workspace.give_back(arena, namespace.key, ids[:end])
-        self._save_soon()
+        self._placer.save_soon()
         return report
 
     def _encode_with_overlap(self, ids: np.ndarray, arena: Arena, end: int, position_offset: int) -> None:
@@ -486,7 +572,7 @@ class InferenceEngine:
         if self.settings.overlap_k:  # what was computed here saw more than its encoding allows
             self._warm_exact(ids, len(ids), request.namespace, 0)
             return
-        self._make_way(len(ids) - plan.reused)
+        self._placer.make_way(len(ids) - plan.reused)
         exact = plan.first_approximate if plan.first_approximate < plan.total else len(ids)
         if exact == len(ids):
             self._keeper.keep(ids, arena, request.namespace)
@@ -496,17 +582,7 @@ class InferenceEngine:
                 changed = repair.positions_of(plan.repair_runs, exact=False)
             self._keeper.keep_approximate(ids, arena, request.namespace, plan, changed)
         self._workspace.give_back(arena, request.namespace.key, ids, exact)
-        self._save_soon()
-
-    def _make_way(self, tokens: int) -> None:
-        """After the first token: let the disk save what storing `tokens` tokens would evict."""
-        if self._disk is not None and tokens > 0:
-            self._disk.make_way(tokens)
-
-    def _save_soon(self) -> None:
-        """What was stored goes to disk beside the next requests."""
-        if self._disk is not None:
-            self._disk.wake()
+        self._placer.save_soon()
 
     # --- one's own generate loop -------------------------------------------------------------
 
@@ -527,11 +603,13 @@ class InferenceEngine:
             time.perf_counter(),
         )
         ids = request.token_ids
-        self._check_positions(len(ids), "the prompt", len(ids))
-        if self._is_gated(request):
+        self._requests.check_positions(len(ids), "the prompt", len(ids))
+        if self._requests.is_gated(request.needed):
             return PreparedPrompt.gated(self.model, ids, rope.GATED_REASON)
         arena = Arena(self.layout, len(ids) + max_new_tokens)
-        plan = self._placed(lambda: self.assembler.planned(ids, request.namespace, limit=len(ids) - 1), arena)
+        plan = self._placer.place(
+            lambda: self.assembler.planned(ids, request.namespace, limit=len(ids) - 1), arena
+        )
         self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
         if self.bit_exact:
             with decode.running(self.model, fast=False):
@@ -554,7 +632,7 @@ class InferenceEngine:
         if self.settings.overlap_k:
             return self._warm_exact(ids, len(ids), prepared.namespace, 0)
         report = self._keeper.keep(ids, prepared.arena, prepared.namespace)
-        self._save_soon()
+        self._placer.save_soon()
         return report
 
     # --- why, and why not --------------------------------------------------------------------
@@ -566,7 +644,7 @@ class InferenceEngine:
         salt = self._salt(cache_salt)
         tokens = self._reader.read(prompt, salt)
         ids = tokens.token_ids
-        if self._exact_range is not None and len(ids) + max_new_tokens > self._exact_range:
+        if self._requests.is_gated(len(ids) + max_new_tokens):
             spans: tuple[Span, ...] = (Span(0, len(ids), Origin.LIVE, rope.GATED_REASON),)
             return explain_spans(spans, ids.tolist(), self.tokenizer.decode, lambda _key: None, None)
         refusal = self._approximation.refusal(len(ids))
@@ -596,7 +674,11 @@ class InferenceEngine:
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counters of the cache at this moment."""
-        stats = {**self.cache_manager.stats(), "workspace_bytes": self._workspace.nbytes}
+        stats = {
+            **self.cache_manager.stats(),
+            "workspace_bytes": self._workspace.nbytes,
+            "batches": dataclasses.asdict(self._rows.counts),
+        }
         return stats if self._disk is None else {**stats, "disk": self._disk.stats()}
 
     def pin(self, text: Prompt, *, cache_salt: str | None = None) -> int:
@@ -655,7 +737,7 @@ class InferenceEngine:
                 model=self._model_name(),
                 selector=self.settings.selector,
                 prompts=prompts,
-                max_positions=self._max_positions,
+                max_positions=self._requests.max_positions,
                 report=report,
             )
         calibration.save(found)
@@ -713,22 +795,10 @@ class InferenceEngine:
         options: dict[str, Any],
     ) -> Request:
         started = time.perf_counter()
-        checked_mode = choice(GenerationMode, "mode", mode)
-        checked = decode.read_options(self.model, max_new_tokens, temperature, do_sample, seed, options)
-        tokens = self._reader.read(prompt, self._salt(cache_salt))
-        needed = len(tokens) + max_new_tokens
-        self._check_positions(needed, "prompt and max_new_tokens", len(tokens))
         namespace = self._namespaces.current(self._salt(cache_salt))
-        return Request(tokens, checked_mode, checked, namespace, started)
-
-    def _check_positions(self, needed: int, what: str, given: int) -> None:
-        if given < 0:
-            raise InvalidRequestError(f"position_offset must be at least 0, got {given}")
-        if self._max_positions is not None and needed > self._max_positions:
-            raise InvalidRequestError(
-                f"{what} need {needed} positions ({given} + {needed - given}), "
-                f"the model has {self._max_positions}"
-            )
+        return self._requests.read(
+            prompt, namespace, max_new_tokens, mode, temperature, do_sample, seed, options, started
+        )
 
     def _encoding(self) -> dict[str, Any]:
         """The settings that change stored KV."""
@@ -751,10 +821,6 @@ class InferenceEngine:
     def _salt(self, cache_salt: str | None) -> str:
         return self.settings.cache_salt if cache_salt is None else cache_salt
 
-    def _is_gated(self, request: Request) -> bool:
-        needed = len(request.prompt) + request.options.max_new_tokens
-        return self._exact_range is not None and needed > self._exact_range
-
     def _live(self, request: Request, reason: str) -> Span:
         return Span(0, len(request.prompt), Origin.LIVE, reason)
 
@@ -766,26 +832,7 @@ class InferenceEngine:
         return f"the last {tail} tokens do not fill a chunk; they are kept as a short one and reused exactly"
 
     def _result(self, request: Request, decoded: Decoded, spans: tuple[Span, ...]) -> GenerationResult:
-        ended = time.perf_counter()
-        cached = sum(span.length for span in spans if span.origin is not Origin.LIVE)
-        tokens = len(decoded.token_ids)
-        total_s = ended - request.started
-        return GenerationResult(
-            mode=request.mode.value,
-            prompt=request.prompt.text,
-            output_text=self._reader.decode(decoded.token_ids),
-            generated_tokens=tokens,
-            ttft_ms=(decoded.first_token_at - request.started) * 1e3,
-            total_ms=total_s * 1e3,
-            tokens_per_sec=tokens / total_s if total_s else 0.0,
-            kv_reuse_ratio=cached / len(request.prompt),
-            prompt_tokens=len(request.prompt),
-            cached_tokens=cached,
-            token_ids=decoded.token_ids,
-            spans=spans,
-            recomputed_tokens=sum(span.length for span in spans if span.origin is Origin.RECOMPUTED),
-            finish_reason=decoded.finish_reason,
-        )
+        return request.result(decoded, spans, self._reader.decode(decoded.token_ids))
 
 
 KVBoost = InferenceEngine

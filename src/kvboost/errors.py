@@ -4,11 +4,14 @@ KVBoostError
 ├── InvalidRequestError (ValueError)       a prompt or option that cannot be served
 ├── UnsupportedModelError (ValueError)     a model whose KV cannot be reused safely
 ├── UnstorableKVError (ValueError)         KV that the chosen encoding cannot hold
+├── PartialResultsError                    some of many prompts failed; it carries the other results
 ├── BuiltinModelMissingError               the built-in model is not installed
 └── CacheFileError                         a saved cache that cannot be used
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class KVBoostError(Exception):
@@ -25,6 +28,20 @@ class UnsupportedModelError(KVBoostError, ValueError):
 
 class UnstorableKVError(KVBoostError, ValueError):
     """KV that the chosen encoding cannot hold, such as NaN in integers; the message is the reason."""
+
+
+class PartialResultsError(KVBoostError):
+    """Some of many prompts failed; `results` has the others in their places, `failures` why, by index."""
+
+    def __init__(self, results: list[Any], failures: dict[int, Exception]) -> None:
+        self.results = results
+        self.failures = failures
+        first = min(failures)
+        error = failures[first]
+        super().__init__(
+            f"{len(failures)} of {len(results)} prompts failed; prompt {first}: "
+            f"{type(error).__name__}: {error} (the other answers are in the error's results)"
+        )
 
 
 class BuiltinModelMissingError(KVBoostError):

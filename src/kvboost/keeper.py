@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvboost.arena import Arena
+from kvboost.arena import Arena, Packed
 from kvboost.cache_manager import KVCacheManager, StoreReport
 from kvboost.chunk_registry import ChunkRegistry
 from kvboost.content_matching import ChunkMatch
@@ -57,12 +57,27 @@ class Keeper:
 
         They were computed at positions from `position_offset` on.
         """
+
+        def between(start: int, end: int) -> Packed:
+            return arena.between(first + start, first + end)
+
+        return self.keep_from(token_ids, between, namespace, position_offset=position_offset)
+
+    def keep_from(
+        self,
+        token_ids: np.ndarray,
+        between: Callable[[int, int], Packed],
+        namespace: Namespace,
+        *,
+        position_offset: int = 0,
+    ) -> StoreReport:
+        """Store `token_ids` `[tokens]`; `between(start, end)` gives KV `[rows, tokens, head_dim]`."""
         try:
             return self._manager.store_prefix(
                 token_ids,
                 self.cuts(token_ids),
                 self._codec,
-                lambda start, end: arena.between(first + start, first + end),
+                between,
                 namespace,
                 text_of=self._text_of,
                 position_offset=position_offset,

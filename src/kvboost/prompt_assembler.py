@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -165,6 +166,18 @@ class ReusePlan:
         if not self.content.runs or start == self.prefix_end:
             return self.reason
         return "never stored" if end - start >= _MIN_GAP_TOKENS else TOO_SHORT
+
+
+class PrefixPart(NamedTuple):
+    """Exact pieces of a plan, and by how many slots their place differs from their position."""
+
+    pieces: list[ChunkMatch]
+    shift: int
+
+    @classmethod
+    def of(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PrefixPart:
+        """What `plan` has of positions `[start, end)`, of which the first goes to `slot`."""
+        return cls(_cut(plan.pieces, start, end), slot - start)
 
 
 Estimator = Callable[[ReusePlan], CostEstimate]
@@ -329,6 +342,14 @@ class PromptAssembler:
                 arena.clear(start, end)
         arena.set_length(plan.contiguous_end)
 
+    def place_parts(
+        self, parts: Sequence[PrefixPart], arena: Arena, loaded: Mapping[str, StoredKV] | None = None
+    ) -> None:
+        """Copy exact pieces into the slots of `arena` that are theirs."""
+        for part in parts:
+            for piece in part.pieces:
+                _copy(piece, arena, loaded or {}, part.shift)
+
     def _place_moved(
         self, pieces: Sequence[ChunkMatch], arena: Arena, loaded: Mapping[str, StoredKV]
     ) -> None:
@@ -374,9 +395,9 @@ class PromptAssembler:
             )
 
 
-def _copy(piece: ChunkMatch, arena: Arena, loaded: Mapping[str, StoredKV]) -> None:
+def _copy(piece: ChunkMatch, arena: Arena, loaded: Mapping[str, StoredKV], shift: int = 0) -> None:
     kv = piece.chunk.kv if piece.chunk.kv.is_loaded else loaded[piece.chunk.chunk_id]
-    kv.place(arena, piece.start, piece.offset, piece.offset + piece.end - piece.start)
+    kv.place(arena, piece.start + shift, piece.offset, piece.offset + piece.end - piece.start)
 
 
 def _stretches(pieces: Sequence[ChunkMatch]) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,185 @@
+"""Requests that were checked before anything is done for them.
+
+Knows prompts, options and the model's limits, no cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvboost import decode, rope
+from kvboost.decode import Decoded, GenerationOptions, Watch
+from kvboost.errors import InvalidRequestError
+from kvboost.models import GenerationMode, GenerationResult, Origin, Span
+from kvboost.namespace import Namespace
+from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
+from kvboost.settings import choice
+
+_MAX_SEED = 2**63
+
+
+class Request:
+    """A checked request: its tokens, its options, and the namespace its KV belongs to.
+
+    `index` is its number among those that came together.
+    """
+
+    def __init__(
+        self,
+        prompt: TokenizedPrompt,
+        mode: GenerationMode,
+        options: GenerationOptions,
+        namespace: Namespace,
+        started: float,
+        index: int = 0,
+    ) -> None:
+        self.prompt = prompt
+        self.mode = mode
+        self.options = options
+        self.namespace = namespace
+        self.started = started
+        self.index = index
+        self.watch = Watch()
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.prompt.token_ids
+
+    @property
+    def needed(self) -> int:
+        """Positions of the prompt with its answer."""
+        return len(self.prompt) + self.options.max_new_tokens
+
+    def result(
+        self, decoded: Decoded, spans: tuple[Span, ...], text: str, ended: float | None = None
+    ) -> GenerationResult:
+        """The answer `decoded`, whose text is `text`, with the origin of every prompt token."""
+        total_s = (time.perf_counter() if ended is None else ended) - self.started
+        cached = sum(span.length for span in spans if span.origin is not Origin.LIVE)
+        tokens = len(decoded.token_ids)
+        return GenerationResult(
+            mode=self.mode.value,
+            prompt=self.prompt.text,
+            output_text=text,
+            generated_tokens=tokens,
+            ttft_ms=(decoded.first_token_at - self.started) * 1e3,
+            total_ms=total_s * 1e3,
+            tokens_per_sec=tokens / total_s if total_s else 0.0,
+            kv_reuse_ratio=cached / len(self.prompt),
+            prompt_tokens=len(self.prompt),
+            cached_tokens=cached,
+            token_ids=decoded.token_ids,
+            spans=spans,
+            recomputed_tokens=sum(span.length for span in spans if span.origin is Origin.RECOMPUTED),
+            finish_reason=decoded.finish_reason,
+        )
+
+
+class RequestReader:
+    """Checks prompts and options against what the model can do."""
+
+    def __init__(self, model: Any, prompts: PromptReader) -> None:
+        self._model = model
+        self._prompts = prompts
+        self._exact_range = rope.exact_range_tokens(model)
+        self._max_positions = rope.max_positions(model)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model has."""
+        return self._max_positions
+
+    def read(
+        self,
+        prompt: Prompt,
+        namespace: Namespace,
+        max_new_tokens: int,
+        mode: GenerationMode | str,
+        temperature: float,
+        do_sample: bool,
+        seed: int | None,
+        options: Mapping[str, Any],
+        started: float,
+    ) -> Request:
+        """One request, called at `started`."""
+        checked_mode = choice(GenerationMode, "mode", mode)
+        checked = decode.read_options(self._model, max_new_tokens, temperature, do_sample, seed, options)
+        return self._request(prompt, namespace, checked_mode, checked, started)
+
+    def read_all(
+        self,
+        prompts: Sequence[Prompt],
+        namespace: Namespace,
+        max_new_tokens: int,
+        mode: GenerationMode | str,
+        temperature: float,
+        do_sample: bool,
+        seed: int | None,
+        options: Mapping[str, Any],
+        started: float,
+    ) -> list[Request]:
+        """Requests with the same options, called together at `started`; number i draws from `seed` + i.
+
+        An error names the prompt that is wrong.
+        """
+        if options.get("streamer") is not None:
+            raise InvalidRequestError(
+                "a streamer takes one answer; use stream, or stream_many for many prompts"
+            )
+        checked_mode = choice(GenerationMode, "mode", mode)
+        checked = decode.read_options(self._model, max_new_tokens, temperature, do_sample, seed, options)
+        requests = []
+        for index, prompt in enumerate(_checked_list(prompts)):
+            own = checked
+            if seed is not None:
+                own = dataclasses.replace(checked, seed=(seed + index) % _MAX_SEED)
+            try:
+                requests.append(self._request(prompt, namespace, checked_mode, own, started, index))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") from error
+        return requests
+
+    def _request(
+        self,
+        prompt: Prompt,
+        namespace: Namespace,
+        mode: GenerationMode,
+        options: GenerationOptions,
+        started: float,
+        index: int = 0,
+    ) -> Request:
+        tokens = self._prompts.read(prompt, namespace.salt)
+        request = Request(tokens, mode, options, namespace, started, index)
+        self.check_positions(request.needed, "prompt and max_new_tokens", len(tokens))
+        return request
+
+    def check_positions(self, needed: int, what: str, given: int) -> None:
+        """Refuse what needs more positions than the model has."""
+        if given < 0:
+            raise InvalidRequestError(f"position_offset must be at least 0, got {given}")
+        if self._max_positions is not None and needed > self._max_positions:
+            raise InvalidRequestError(
+                f"{what} need {needed} positions ({given} + {needed - given}), "
+                f"the model has {self._max_positions}"
+            )
+
+    def is_gated(self, tokens: int) -> bool:
+        """Whether the model's rope changes before so many tokens, so that nothing may be reused."""
+        return self._exact_range is not None and tokens > self._exact_range
+
+
+def _checked_list(prompts: Any) -> Sequence[Prompt]:
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be a list of prompts, got {type(prompts).__name__}; generate takes a single one"
+        )
+    if prompts and isinstance(prompts[0], (int, Mapping)):
+        raise InvalidRequestError(
+            "prompts must be a list of prompts, and this is a single one; pass [prompt], or call generate"
+        )
+    return prompts

@@ -1,0 +1,359 @@
+"""Attention of many rows in one packed forward, over KV that they share.
+
+The tokens of all rows go through the model as one sequence, without padding. What several rows have in
+front of them lies in the cache once: their queries attend to it together, in one call, and each row's
+own part is added by the log of its sum of exponentials (a softmax over two parts is the weighted mean of
+two softmaxes). So a shared prefix costs its memory and its reading once, however many rows there are.
+
+Knows slots of a cache and positions of tokens, no cache and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvboost.attention import is_plain, pass_on
+
+
+class Stretch(NamedTuple):
+    """KV in slots `[start, start + length)`, of tokens at positions from `position` on."""
+
+    start: int
+    length: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Feed:
+    """`tokens` new tokens of one row: the last ones of `own`, or all of it, behind all of `before`."""
+
+    own: Stretch
+    tokens: int
+    before: tuple[Stretch, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """Index within `own` of the first new token."""
+        return self.own.length - self.tokens
+
+
+class _Together(NamedTuple):
+    """Queries `[first, last)` of the forward, all of which see all of `keys`."""
+
+    keys: Stretch
+    first: int
+    last: int
+
+
+class _Lanes(NamedTuple):
+    """Queries from `first` on, one per row, whose own KV lies in equal steps of `step` slots."""
+
+    first: int
+    step: int
+    owns: tuple[Stretch, ...]
+
+
+class RowPattern:
+    """The rows of one packed forward: what each of their queries sees.
+
+    `slots` and `positions` `[n]` say where the KV of the new tokens goes, and where they stand in their rows.
+    Feeds of rows that share something should be neighbours.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
+        self.feeds = tuple(feeds)
+        self.tokens = sum(feed.tokens for feed in feeds)
+        self.device = device
+        self._starts = np.cumsum([0, *(feed.tokens for feed in feeds)]).tolist()
+        self.slots = torch.from_numpy(self._of_each(lambda own: own.start)).to(device)
+        self._positions = self._of_each(lambda own: own.position)
+        self.positions = torch.from_numpy(self._positions).to(device)
+        self._shared = tuple(self._together())
+        self._masks: dict[Any, torch.Tensor | None] = {}
+
+    def _of_each(self, base: Callable[[Stretch], int]) -> np.ndarray:
+        """Per new token, how far it is in its row, counted from `base` of the row's own stretch."""
+        parts = [
+            np.arange(feed.first, feed.own.length, dtype=np.int64) + base(feed.own) for feed in self.feeds
+        ]
+        return np.concatenate(parts)
+
+    def _together(self) -> Iterator[_Together]:
+        """Shared stretches, each with a range of neighbouring queries that see it."""
+        open_ranges: dict[Stretch, int] = {}
+        for index, feed in enumerate((*self.feeds, None)):
+            seen = set(feed.before) if feed is not None else set()
+            for keys in [keys for keys in open_ranges if keys not in seen]:
+                yield _Together(keys, open_ranges.pop(keys), self._starts[index])
+            for keys in seen:
+                open_ranges.setdefault(keys, self._starts[index])
+
+    @cached_property
+    def _own_parts(self) -> tuple[int | _Lanes, ...]:
+        """Feeds by index, and neighbouring ones of one token each gathered where their KV allows it."""
+        parts: list[int | _Lanes] = []
+        for index, feed in enumerate(self.feeds):
+            if feed.tokens != 1:
+                parts.append(index)
+                continue
+            last = parts[-1] if parts else None
+            if isinstance(last, _Lanes) and (step := _common_step(last, feed.own)):
+                parts[-1] = _Lanes(last.first, step, (*last.owns, feed.own))
+            else:
+                parts.append(_Lanes(self._starts[index], 0, (feed.own,)))
+        return tuple(parts)
+
+    # --- what the model calls ----------------------------------------------------------------
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _attention_mask: torch.Tensor | None,
+        dropout: float,
+        scaling: float | None,
+        _is_causal: bool | None,
+        extra: dict[str, Any],
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of `query` `[1, heads, n, head_dim]` over slots `[1, kv_heads, slots, head_dim]`.
+
+        Returns `[1, n, heads, head_dim]`.
+        """
+        layer = _Layer(query, key, value, scaling, extra.get("sliding_window"))
+        if not is_plain(dropout, extra):
+            return self._row_by_row(module, layer, dropout, extra), None
+        for part in self._own_parts:
+            if isinstance(part, _Lanes):
+                self._attend_lanes(part, layer)
+            else:
+                self._attend_own(part, layer)
+        for keys, first, last in self._shared:
+            self._add_shared(keys, first, last, layer)
+        return layer.out.transpose(0, 1).unsqueeze(0).to(query.dtype), None
+
+    def _attend_own(self, index: int, layer: _Layer) -> None:
+        """A row's new tokens over its own stretch."""
+        feed = self.feeds[index]
+        first, last = self._starts[index], self._starts[index + 1]
+        query, (key, value) = layer.query[:, :, first:last], layer.slots(feed.own.start, feed.own.length)
+        if feed.first == 0 and (layer.window is None or feed.own.length <= layer.window):
+            # The stock causal kernel wants as many heads on both sides; what is repeated for it is short.
+            key, value = (part.repeat_interleave(layer.group, 1) for part in (key, value))
+            layer.set(first, last, *partial_attention(query, key, value, None, layer.scale, causal=True))
+            return
+        there = feed.own.position + np.arange(feed.own.length)
+        mask = self._mask(
+            ("own", index), layer, lambda: _visible(self._positions[first:last], there, layer.window)
+        )
+        layer.set(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
+
+    def _attend_lanes(self, lanes: _Lanes, layer: _Layer) -> None:
+        """One token of each of several rows over their own stretches, in one call."""
+        rows = len(lanes.owns)
+        first, last = lanes.first, lanes.first + rows
+        longest = max(own.length for own in lanes.owns)
+
+        def seen() -> np.ndarray:
+            index, ends = np.arange(longest), np.array([own.length for own in lanes.owns])[:, None]
+            visible = index < ends
+            return visible if layer.window is None else visible & (index >= ends - layer.window)
+
+        mask = self._mask(("lanes", first), layer, seen, group=1)
+        start = lanes.owns[0].start
+        part, sums = partial_attention(
+            layer.query[0, :, first:last].transpose(0, 1).reshape(rows, layer.key.shape[1], layer.group, -1),
+            _strided(layer.key, start, rows, lanes.step, longest),
+            _strided(layer.value, start, rows, lanes.step, longest),
+            None if mask is None else mask.reshape(rows, 1, 1, longest),
+            layer.scale,
+        )
+        layer.out[:, first:last] = part.flatten(1, 2).transpose(0, 1)
+        layer.weight[:, first:last] = sums.flatten(1, 2).transpose(0, 1)
+
+    def _add_shared(self, keys: Stretch, first: int, last: int, layer: _Layer) -> None:
+        """Queries `[first, last)` over a stretch that they share, added to what they have."""
+        skipped, mask, window = 0, None, layer.window
+        if window is not None:
+            positions = self._positions[first:last]
+            skipped = max(0, int(positions.min()) - window + 1 - keys.position)
+            if skipped >= keys.length:
+                return  # out of sight of them all
+            if int(positions.max()) - window >= keys.position + skipped:
+                there = keys.position + np.arange(skipped, keys.length)
+                mask = self._mask((keys, first), layer, lambda: _visible(positions, there, window))
+        key, value = layer.slots(keys.start + skipped, keys.length - skipped)
+        layer.add(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
+
+    def _mask(
+        self, name: Any, layer: _Layer, seen: Callable[[], np.ndarray], *, group: int | None = None
+    ) -> torch.Tensor | None:
+        """The additive mask `[1, 1, group * n, keys]` of `seen` `[n, keys]`; None where all is seen.
+
+        It is made once and shared by the layers.
+        """
+        query, group = layer.query, layer.group if group is None else group
+        made_for = (name, layer.window, group, query.dtype, query.device)
+        if made_for not in self._masks:
+            visible = seen()
+            mask = torch.zeros(visible.shape, dtype=query.dtype)
+            mask.masked_fill_(torch.from_numpy(~visible), torch.finfo(query.dtype).min)
+            mask = mask.repeat(group, 1)[None, None].to(query.device)
+            self._masks[made_for] = None if visible.all() else mask
+        return self._masks[made_for]
+
+    def _row_by_row(
+        self, module: torch.nn.Module, layer: _Layer, dropout: float, extra: dict[str, Any]
+    ) -> torch.Tensor:
+        """The model's own attention, row by row, with each row's KV put together for it."""
+        results = []
+        for index, feed in enumerate(self.feeds):
+            first, last = self._starts[index], self._starts[index + 1]
+            parts = (*feed.before, feed.own)
+            there = np.concatenate([keys.position + np.arange(keys.length) for keys in parts])
+            positions = self._positions[first:last]
+            seen = partial(_visible, positions, there, layer.window)
+            mask = self._mask(("row", index), layer, seen, group=1)
+            if mask is None:
+                mask = layer.query.new_zeros(1, 1, last - first, len(there))
+            pairs = [layer.slots(keys.start, keys.length) for keys in parts]
+            keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*pairs, strict=True))
+            query = layer.query[:, :, first:last]
+            results.append(
+                pass_on(module, query, keys, values, mask, dropout, layer.scaling, False, extra)[0]
+            )
+        return torch.cat(results, dim=1)
+
+
+class _Layer:
+    """One layer's attention: what comes in, and the result so far with the weight that it has."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.scaling = scaling
+        self.scale = scaling if scaling is not None else query.shape[3] ** -0.5
+        self.window = window
+        self.group = query.shape[1] // key.shape[1]
+        self.out = query.new_empty(query.shape[1], query.shape[2], value.shape[3], dtype=torch.float32)
+        self.weight = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
+
+    def slots(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[1, kv_heads, length, head_dim]` from slot `start` on."""
+        return self.key[:, :, start : start + length], self.value[:, :, start : start + length]
+
+    def folded(self, first: int, last: int) -> torch.Tensor:
+        """Queries with the groups in the query axis: `[1, kv_heads, group * (last - first), head_dim]`."""
+        return self.query[:, :, first:last].reshape(1, self.key.shape[1], -1, self.query.shape[3])
+
+    def set(self, first: int, last: int, part: torch.Tensor, sums: torch.Tensor) -> None:
+        """The first part of queries `[first, last)`."""
+        self.out[:, first:last] = part.reshape(len(self.out), last - first, -1)
+        self.weight[:, first:last] = sums.reshape(len(self.out), last - first)
+
+    def add(self, first: int, last: int, part: torch.Tensor, sums: torch.Tensor) -> None:
+        """A further part of them, over other keys."""
+        part = part.reshape(len(self.out), last - first, -1)
+        sums = sums.reshape(len(self.out), last - first)
+        total = torch.logaddexp(self.weight[:, first:last], sums)
+        self.out[:, first:last].lerp_(part.float(), (sums - total).exp_().unsqueeze(-1))
+        self.weight[:, first:last] = total
+
+
+def _common_step(lanes: _Lanes, own: Stretch) -> int:
+    """The step in slots at which `own` continues `lanes`, or 0 where it does not."""
+    step = own.start - lanes.owns[-1].start
+    if lanes.step not in (0, step):
+        return 0
+    longest = max(own.length, *(each.length for each in lanes.owns))
+    return step if step >= longest else 0
+
+
+def _strided(slots: torch.Tensor, start: int, rows: int, step: int, length: int) -> torch.Tensor:
+    """Views `[rows, kv_heads, length, head_dim]` of `[1, kv_heads, slots, head_dim]`, every `step` slots."""
+    _, heads, _, dim = slots.shape
+    _, head_stride, slot_stride, dim_stride = slots.stride()
+    return slots[:, :, start:].as_strided(
+        (rows, heads, length, dim), (step * slot_stride, head_stride, slot_stride, dim_stride)
+    )
+
+
+def _visible(queries: np.ndarray, keys: np.ndarray, window: int | None) -> np.ndarray:
+    """`[n, keys]`: which keys at positions `keys` each query at its own position sees."""
+    seen = keys <= queries[:, None]
+    if window is not None:
+        seen &= keys > queries[:, None] - window
+    return np.asarray(seen)
+
+
+# --- attention in parts ----------------------------------------------------------------------
+
+
+def partial_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of `[batch, heads, n, head_dim]`, and per query the log of its sum of exponentials.
+
+    Returns `[batch, heads, n, head_dim]` and float32 `[batch, heads, n]`.
+    """
+    same_size = query.shape[3] == value.shape[3]
+    if query.device.type == "cpu" and same_size and query.dtype in (torch.float32, torch.bfloat16):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    if query.device.type == "cuda" and same_size and mask is None:
+        return _partial_on_gpu(query, key, value, scale, causal)
+    return _partial_by_hand(query, key, value, mask, scale, causal)
+
+
+def _partial_on_gpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = query.shape[2]
+    if query.dtype in (torch.float16, torch.bfloat16):
+        out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+    else:
+        out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )
+    return out, sums[:, :, :tokens]
+
+
+def _partial_by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
+    if mask is not None:
+        scores += mask
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(future, torch.finfo(scores.dtype).min)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.unsqueeze(-1)).exp_().to(value.dtype)
+    return torch.matmul(weights, value), sums

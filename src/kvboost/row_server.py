@@ -1,0 +1,293 @@
+"""Requests that run together: what they share is loaded or computed once, prefill and decoding are batched.
+
+    match -> lay out -> place -> prefill what is shared -> prefill the rows -> decode -> store
+
+Rows leave as they finish. Between two forwards nothing is held, so a caller may stop at any time and
+other requests may come between. Knows rows and stores; what to run together is decided above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvboost import decode
+from kvboost.arena import Arena
+from kvboost.batch import Branch, Forest, plan_forest
+from kvboost.cache_manager import KVCacheManager
+from kvboost.keeper import Keeper
+from kvboost.models import GenerationResult, Origin, Span
+from kvboost.placement import Placer
+from kvboost.prompt_assembler import PrefixPart, ReusePlan
+from kvboost.prompts import PromptReader
+from kvboost.requests import Request
+from kvboost.row_decode import DecodingRow
+from kvboost.rows import Extension, Segment, extend
+from kvboost.workspace import Workspace
+
+SHARED_REASON = "computed once for the batch"
+Planned = Callable[[Request, int], AbstractContextManager[ReusePlan]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of request number `index`: a result, or why there is none."""
+
+    index: int
+    result: GenerationResult | Exception
+
+
+@dataclasses.dataclass
+class BatchCounts:
+    """Batches that were run, and the KV memory of the largest, beside that of a copy for every row."""
+
+    batches: int = 0
+    rows: int = 0
+    shared_tokens: int = 0
+    largest_kv_bytes: int = 0
+    largest_kv_bytes_if_copied: int = 0
+
+    def add(self, arena: Arena, rows: int, shared: int, slots_if_copied: int) -> None:
+        self.batches += 1
+        self.rows += rows
+        self.shared_tokens += shared
+        if arena.nbytes > self.largest_kv_bytes:
+            self.largest_kv_bytes = arena.nbytes
+            self.largest_kv_bytes_if_copied = slots_if_copied * arena.layout.bytes_per_token
+
+
+@dataclasses.dataclass
+class Seating:
+    """Rows in an arena: their plans, and the segments of what they share and of what is their own.
+
+    `spans` say where every prompt token of each row comes from.
+    """
+
+    arena: Arena
+    forest: Forest
+    plans: list[ReusePlan]
+    branches: dict[Branch, Segment]
+    lanes: list[Segment]
+    spans: list[tuple[Span, ...]]
+
+    def unfilled(self) -> list[list[tuple[Segment, Branch]]]:
+        """Branches that are not filled, by level: each stands behind those of the levels before it."""
+        levels: dict[int, list[tuple[Segment, Branch]]] = {}
+        for branch, segment in self.branches.items():
+            if segment.length < segment.capacity:
+                levels.setdefault(len(segment.before), []).append((segment, branch))
+        return [level for _, level in sorted(levels.items())]
+
+
+class RowServer:
+    """Runs checked requests of one namespace together; each is answered as it would be alone."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        manager: KVCacheManager,
+        placer: Placer,
+        keeper: Keeper,
+        workspace: Workspace,
+        reader: PromptReader,
+        planned: Planned,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._manager = manager
+        self._placer = placer
+        self._keeper = keeper
+        self._workspace = workspace
+        self._reader = reader
+        self._planned = planned
+        self.counts = BatchCounts()
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Outcome]:
+        """Answer the requests; each outcome comes when its row has finished."""
+        limits = [len(request.prompt) - 1 for request in requests]
+        seating = self.seat(requests, limits, [request.needed for request in requests])
+        rows = [
+            DecodingRow(self._model, self._tokenizer, each.token_ids, each.options, each.index)
+            for each in requests
+        ]
+        self.fill_branches(seating, requests)
+        active = list(seating.forest.order)
+        lanes = seating.lanes
+        prompts = [Extension(lanes[row], requests[row].token_ids[lanes[row].end :]) for row in active]
+        single = [each.segment for each in prompts if len(each.token_ids) == 1]
+        _clear_behind(single, seating.arena)
+        failed = self._step(seating.arena, rows, active, prompts)
+        _clear_behind([lane for lane in lanes if lane not in single], seating.arena)
+        while True:
+            for row in [row for row in active if row in failed or rows[row].finished_at is not None]:
+                active.remove(row)
+                error = failed.get(row)
+                yield Outcome(
+                    requests[row].index, error or self._finish(seating, row, requests[row], rows[row])
+                )
+            if not active:
+                break
+            tokens = [Extension(lanes[row], np.array(rows[row].new_ids[-1:])) for row in active]
+            failed = self._step(seating.arena, rows, active, tokens)
+        self.leave(seating, requests)
+
+    def _step(
+        self, arena: Arena, rows: list[DecodingRow], active: list[int], extensions: list[Extension]
+    ) -> dict[int, Exception]:
+        """One token more for every active row; returns the rows whose token could not be chosen."""
+        failed: dict[int, Exception] = {}
+        with decode.running(self._model, fast=True):
+            for number, _, logits in extend(self._model, arena, extensions):
+                row = active[number]
+                try:
+                    rows[row].append(rows[row].choose(logits[0]))
+                except Exception as error:  # a caller's own processor: its row fails, the others do not
+                    failed[row] = error
+        return failed
+
+    # --- rows in an arena --------------------------------------------------------------------
+
+    def seat(self, requests: Sequence[Request], limits: Sequence[int], needed: Sequence[int]) -> Seating:
+        """Lay the requests out in an arena and place what is stored of their first `limits` tokens.
+
+        Row i has room for `needed[i]` tokens, and shares at most its first `limits[i]`.
+        """
+        forest = plan_forest([request.token_ids for request in requests], limits)
+        slots = 0
+        branches: dict[Branch, Segment] = {}
+        for branch in forest.branches:
+            before = _segments(branch.parent, branches)
+            branches[branch] = Segment(slots, branch.end - branch.start, before)
+            slots += branch.end - branch.start
+        lane_tokens = max(needed[row] - forest.start_of(row) for row in forest.order)
+        lanes: dict[int, Segment] = {}
+        for row in forest.order:
+            lanes[row] = Segment(slots, lane_tokens, _segments(forest.branch_of[row], branches))
+            slots += lane_tokens
+        first = requests[forest.order[0]]
+        arena, already, _ = self._workspace.take(slots, first.namespace.key, first.token_ids)
+        self.counts.add(
+            arena, len(requests), sum(b.end - b.start for b in forest.branches), max(needed) * len(requests)
+        )
+
+        def parts(plans: list[ReusePlan]) -> list[PrefixPart]:
+            found = []
+            for branch, segment in branches.items():
+                best = max((plans[row] for row in branch.rows), key=lambda plan: plan.prefix_end)
+                segment.length = min(max(0, best.prefix_end - branch.start), segment.capacity)
+                in_place = min(already, segment.length) if segment.start == 0 else 0
+                found.append(
+                    PrefixPart.of(best, branch.start + in_place, branch.end, segment.start + in_place)
+                )
+            for row, lane in lanes.items():
+                lane.length = max(0, plans[row].prefix_end - lane.position)
+                in_place = min(already, lane.length) if lane.start == 0 else 0
+                start, end = lane.position + in_place, lane.position + lane.length
+                found.append(PrefixPart.of(plans[row], start, end, lane.start + in_place))
+            return found
+
+        plans = self._placer.place_rows(
+            [partial(self._planned, request, limit) for request, limit in zip(requests, limits, strict=True)],
+            parts,
+            arena,
+        )
+        rows = range(len(requests))
+        spans = [row_spans(plans[row], forest.branch_of[row], row, branches) for row in rows]
+        return Seating(arena, forest, plans, branches, [lanes[row] for row in rows], spans)
+
+    def fill_branches(self, seating: Seating, requests: Sequence[Request]) -> None:
+        """Compute what the rows share and nobody has stored, each branch once."""
+        for level in seating.unfilled():
+            extensions = [
+                Extension(segment, requests[branch.rows[0]].token_ids[segment.end : branch.end], 0)
+                for segment, branch in level
+            ]
+            with decode.running(self._model, fast=True):
+                for _ in extend(self._model, seating.arena, extensions):
+                    pass
+
+    def leave(self, seating: Seating, requests: Sequence[Request]) -> None:
+        """Give the arena back; what stands at its start may serve the next request where it is."""
+        first = seating.forest.order[0]
+        at_start = next(each for each in (*seating.lanes[first].before, seating.lanes[first]))
+        tokens = min(at_start.length, len(requests[first].prompt)) if at_start.start == 0 else 0
+        request = requests[first]
+        self._workspace.give_back(seating.arena, request.namespace.key, request.token_ids[:tokens])
+
+    # --- results -----------------------------------------------------------------------------
+
+    def _finish(self, seating: Seating, row: int, request: Request, answer: DecodingRow) -> GenerationResult:
+        """Store a finished row, and make its result."""
+        decoded = answer.decoded()
+        text = self._reader.decode(decoded.token_ids)
+        self._reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
+        result = request.result(decoded, seating.spans[row], text, answer.finished_at)
+        ids = np.concatenate([request.token_ids, np.asarray(decoded.token_ids, dtype=np.int64)])
+        self.store(seating, row, request, ids)
+        return result
+
+    def store(self, seating: Seating, row: int, request: Request, token_ids: np.ndarray) -> None:
+        """Keep the KV of a row's `token_ids` `[tokens]`, as far as it was computed, and book the request."""
+        plan, lane = seating.plans[row], seating.lanes[row]
+        self._placer.make_way(lane.end - plan.prefix_end)
+        self._keeper.keep_from(token_ids[: lane.end], partial(lane.between, seating.arena), request.namespace)
+        self._placer.save_soon()
+        self._manager.count_request(
+            reused=sum(span.length for span in seating.spans[row] if span.origin is Origin.EXACT),
+            total=len(request.prompt),
+            reason=plan.reason,
+        )
+
+
+def _clear_behind(lanes: Sequence[Segment], arena: Arena) -> None:
+    """Zero what is not filled of lanes that take single tokens from now on.
+
+    It is read under a mask, and a mask does not stop the NaN of an earlier request.
+    """
+    for lane in lanes:
+        arena.clear(lane.start + lane.length, lane.start + lane.capacity)
+
+
+def _segments(branch: Branch | None, segments: dict[Branch, Segment]) -> tuple[Segment, ...]:
+    return tuple(segments[each] for each in branch.path) if branch is not None else ()
+
+
+def row_spans(
+    plan: ReusePlan, branch: Branch | None, row: int, segments: dict[Branch, Segment]
+) -> tuple[Span, ...]:
+    """The origin of every prompt token of a row, before anything was computed.
+
+    What is computed once for several rows is live for the first of them, and exact for the others.
+    """
+    *cached, last = plan.spans()  # a prompt's last token is always live
+    at, spans = plan.prefix_end, cached
+    for each in branch.path if branch is not None else ():
+        edge = each.end if row != each.rows[0] else segments[each].end
+        for end, origin, reason in (
+            (edge, Origin.EXACT, SHARED_REASON),
+            (each.end, Origin.LIVE, plan.reason),
+        ):
+            if end > at:
+                spans.append(Span(at, end, origin, reason))
+                at = end
+    return tuple(_joined([*spans, Span(at, plan.total, last.origin, last.reason)]))
+
+
+def _joined(spans: list[Span]) -> Iterator[Span]:
+    """Neighbouring live spans as one, and likewise shared ones."""
+    held: Span | None = None
+    for span in spans:
+        if held is not None and not span.donor and (held.origin, held.reason) == (span.origin, span.reason):
+            held = dataclasses.replace(held, end=span.end)
+            continue
+        if held is not None:
+            yield held
+        held = span
+    if held is not None:
+        yield held
