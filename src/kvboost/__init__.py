@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvboost.batch import broadcast_kv, find_common_chunk_prefix, group_by_prefix
     from kvboost.cache_manager import KVCacheManager
     from kvboost.cacheblend import CacheBlendRecompute
     from kvboost.chunk_registry import ChunkRegistry
@@ -56,10 +57,13 @@ _HOMES = {
     "RecomputeStrategy": "models",
     "SelectiveRecompute": "selective_recompute",
     "WarmResult": "models",
+    "broadcast_kv": "batch",
     "chained_hash": "models",
     "check_model_compatibility": "compat",
     "content_hash_from_tokens": "models",
     "dequantize_kv": "kv_quantize",
+    "find_common_chunk_prefix": "batch",
+    "group_by_prefix": "batch",
     "quantize_kv": "kv_quantize",
 }
 
@@ -84,10 +88,13 @@ __all__ = [
     "SelectiveRecompute",
     "WarmResult",
     "__version__",
+    "broadcast_kv",
     "chained_hash",
     "check_model_compatibility",
     "content_hash_from_tokens",
     "dequantize_kv",
+    "find_common_chunk_prefix",
+    "group_by_prefix",
     "quantize_kv",
 ]
 

@@ -10,7 +10,6 @@ decode's; this module only joins them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 import time
@@ -43,6 +42,7 @@ from kvboost.models import (
     GenerationResult,
     Origin,
     RecomputeStrategy,
+    ScoreResult,
     Span,
     WarmResult,
 )
@@ -51,8 +51,8 @@ from kvboost.placement import Placer
 from kvboost.prepared import PreparedPrompt
 from kvboost.prompt_assembler import PromptAssembler, ReusePlan
 from kvboost.prompts import Prompt, PromptReader
-from kvboost.requests import Request, RequestReader
-from kvboost.row_server import RowServer
+from kvboost.requests import Request, RequestReader, ScoreRequest
+from kvboost.row_server import RowServer, Scores
 from kvboost.selftest import check_exactness
 from kvboost.settings import EngineSettings
 from kvboost.sparse_forward import run_pattern
@@ -138,6 +138,7 @@ class InferenceEngine:
         with decode.model_lock(model):
             self.layout = probe_layout(model)
             check_exactness(model, self.layout)
+            self._can_run_rows = rows.can_run(model, Arena(self.layout, 1))
             self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
         self.codec = KVCodec(
             self.layout, settings.bits, device=torch.device("cpu") if cache_device == "cpu" else None
@@ -182,9 +183,12 @@ class InferenceEngine:
             self._keeper,
             self._workspace,
             self._reader,
-            self._planned_prefix,
+            self._planned,
         )
-        self._workload = Workload(self.layout, self._serve, self._rows.generate, self._why_alone)
+        self._workload = Workload(self.layout, self._serve, self._rows.generate, self._why_alone, min_rows=2)
+        self._scoring = Workload(
+            self.layout, self._score_alone, self._rows.score, self._why_alone, min_rows=1
+        )
 
     def _open_disk(self, family: str) -> DiskCache | None:
         """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
@@ -360,6 +364,67 @@ class InferenceEngine:
         outcomes = self._workload.outcomes(requests, loners_alone=True, max_batch_tokens=max_batch_tokens)
         return workload.streamed(outcomes, len(requests))
 
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Prompt],
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        cache_salt: str | None = None,
+        max_batch_tokens: int | None = None,
+        progress: bool | None = None,
+    ) -> list[ScoreResult]:
+        """Log-likelihoods of `continuations[i]` (text or token ids) behind `prompts[i]`, with the same reuse.
+
+        Prompts are stored, continuations are not. Text is encoded together with its prompt's, where that
+        leaves the prompt's tokens as they are.
+        """
+        started = time.perf_counter()
+        workload.check_batch_tokens(max_batch_tokens)
+        namespace = self._namespaces.current(self._salt(cache_salt))
+        requests = self._requests.read_scores(prompts, continuations, namespace, mode, started)
+        outcomes = self._scoring.outcomes(requests, loners_alone=False, max_batch_tokens=max_batch_tokens)
+        return workload.collected(workload.shown(outcomes, len(requests), progress), len(requests))
+
+    def _score_alone(self, request: ScoreRequest) -> ScoreResult:
+        """A score by forwards of its own: without reuse, or with reuse that may need repair."""
+        gated = self._requests.is_gated(request.needed)
+        repaired = request.mode is GenerationMode.CHUNK_KV_REUSE or self.settings.overlap_k > 0
+        if request.mode is GenerationMode.BASELINE or gated or self.bit_exact or not repaired:
+            reason = self._why_alone(request) or "computed alone"
+            with decode.running(self.model, fast=False):
+                rope.reset_dynamic_frequencies(self.model)
+                return self._scored(request, None, (self._live(request, reason),))
+        plan, arena = self._place(request)
+        recomputed = self._repair(plan, request, arena)
+        with decode.running(self.model, fast=True):
+            decode.prefill(self.model, request.token_ids, arena, request.limit)
+            result = self._scored(request, arena, plan.spans(recomputed))
+        self._store(request, request.prompt.token_ids, arena, plan, recomputed)
+        self.cache_manager.count_request(
+            reused=plan.reused,
+            total=len(request.prompt),
+            reason=plan.reason,
+            approximate=plan.first_approximate < plan.total,
+            recomputed=len(recomputed),
+        )
+        return result
+
+    def _scored(self, request: ScoreRequest, arena: Arena | None, spans: tuple[Span, ...]) -> ScoreResult:
+        """The score by one forward over what `arena` does not hold."""
+        ids = request.token_ids[arena.length if arena is not None else 0 :]
+        device = self.model.get_input_embeddings().weight.device
+        with torch.no_grad():
+            output = self.model(
+                input_ids=torch.from_numpy(ids).to(device).unsqueeze(0),
+                past_key_values=arena,
+                use_cache=arena is not None,
+                logits_to_keep=len(request.continuation),
+            )
+        scores = Scores(request)
+        scores.add(request.limit, output.logits[0])
+        return scores.result(spans, self._reader.decode(request.continuation))
+
     def _read_all(
         self,
         prompts: Sequence[Prompt],
@@ -391,11 +456,6 @@ class InferenceEngine:
             return "the model's attention cannot be replaced"
         return row_decode.why_alone(request.options)
 
-    @functools.cached_property
-    def _can_run_rows(self) -> bool:
-        with decode.running(self.model, fast=True):
-            return rows.can_run(self.model, Arena(self.layout, 1))
-
     # --- the path of a request ---------------------------------------------------------------
 
     def _serve(self, request: Request) -> GenerationResult:
@@ -422,21 +482,14 @@ class InferenceEngine:
 
     def _planned(self, request: Request) -> AbstractContextManager[ReusePlan]:
         """What the cache holds of the prompt, as far as the request's mode allows."""
-        total = len(request.prompt)
         with_content = request.mode is GenerationMode.CHUNK_KV_REUSE
         return self.assembler.planned(
             request.token_ids,
             request.namespace,
-            limit=total - 1,
+            limit=request.limit,
             mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
             estimate=self._approximation.estimate,
-            refusal=self._approximation.refusal(total) if with_content else "",
-        )
-
-    def _planned_prefix(self, request: Request, limit: int) -> AbstractContextManager[ReusePlan]:
-        """What the cache holds of the first `limit` tokens, exact only."""
-        return self.assembler.planned(
-            request.token_ids, request.namespace, limit, mode=AssemblyMode.PREFIX_ONLY
+            refusal=self._approximation.refusal(len(request.prompt)) if with_content else "",
         )
 
     def _place(self, request: Request) -> tuple[ReusePlan, Arena]:
@@ -569,6 +622,12 @@ class InferenceEngine:
             ids = ids[: total - total % self.chunk_size]
         elif arena.batch == 1:
             ids = np.concatenate([ids, np.asarray(decoded.token_ids, dtype=np.int64)])[: arena.length]
+        self._store(request, ids, arena, plan, recomputed)
+
+    def _store(
+        self, request: Request, ids: np.ndarray, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
+    ) -> None:
+        """Keep the KV of `ids` `[tokens]`, which `arena` holds."""
         if self.settings.overlap_k:  # what was computed here saw more than its encoding allows
             self._warm_exact(ids, len(ids), request.namespace, 0)
             return

@@ -253,3 +253,28 @@ class GenerationResult:
     spans: tuple[Span, ...] = ()
     recomputed_tokens: int = 0
     finish_reason: str = "length"
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """How likely a continuation is behind a prompt, and the origin of every prompt token.
+
+    `log_likelihood` is the sum of `token_log_likelihoods` (natural logarithm, one per continuation token);
+    `is_greedy` says whether greedy decoding would have written just this. It works as a float, too.
+    """
+
+    mode: str
+    prompt: str
+    continuation: str
+    log_likelihood: float
+    is_greedy: bool
+    token_ids: list[int]
+    token_log_likelihoods: list[float]
+    total_ms: float
+    kv_reuse_ratio: float
+    prompt_tokens: int
+    cached_tokens: int
+    spans: tuple[Span, ...] = ()
+
+    def __float__(self) -> float:
+        return self.log_likelihood

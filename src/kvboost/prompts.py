@@ -61,14 +61,30 @@ class PromptReader:
             text = ""
         if not ids or (isinstance(prompt, str) and not prompt):
             raise InvalidRequestError("the prompt is empty; it needs at least one token")
-        if max(ids) >= self._vocab_size:
-            raise InvalidRequestError(
-                f"token id {max(ids)} is outside the model's vocabulary (0 to {self._vocab_size - 1}); "
-                "do tokenizer and model belong together?"
-            )
+        self._check_vocabulary(ids)
         if not text:
             text = str(self._tokenizer.decode(ids))
         return TokenizedPrompt(np.asarray(ids, dtype=np.int64), text)
+
+    def read_continuation(self, prompt: Prompt, tokens: TokenizedPrompt, continuation: Prompt) -> list[int]:
+        """The ids of `continuation` (text or ids) behind `prompt`, which reads as `tokens`.
+
+        Text is encoded together with the prompt's, where that leaves the prompt's own tokens as they are.
+        """
+        if not isinstance(continuation, str):
+            ids = self._checked_ids(continuation)
+        elif isinstance(prompt, str):
+            joined = self._encode(prompt + continuation, add_special_tokens=True)
+            joined = self._without_trailing_special(joined, prompt + continuation)
+            size = len(tokens)
+            kept = len(joined) > size and joined[:size] == tokens.token_ids.tolist()
+            ids = joined[size:] if kept else self._encode(continuation, add_special_tokens=False)
+        else:
+            ids = self._encode(continuation, add_special_tokens=False)
+        if not ids:
+            raise InvalidRequestError("the continuation is empty; it needs at least one token")
+        self._check_vocabulary(ids)
+        return ids
 
     def remember_answer(self, text: str, token_ids: Sequence[int], salt: str) -> None:
         """Keep the ids of an answer for when its text comes back in messages."""
@@ -105,6 +121,13 @@ class PromptReader:
         while end > 1 and ids[end - 1] in self._special_ids:
             end -= 1
         return ids[:end]
+
+    def _check_vocabulary(self, ids: Sequence[int]) -> None:
+        if max(ids) >= self._vocab_size:
+            raise InvalidRequestError(
+                f"token id {max(ids)} is outside the model's vocabulary (0 to {self._vocab_size - 1}); "
+                "do tokenizer and model belong together?"
+            )
 
     def _checked_ids(self, prompt: Any) -> list[int]:
         try:

@@ -6,6 +6,7 @@ Knows prompts, options and the model's limits, no cache.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from kvboost import decode, rope
 from kvboost.decode import Decoded, GenerationOptions, Watch
 from kvboost.errors import InvalidRequestError
-from kvboost.models import GenerationMode, GenerationResult, Origin, Span
+from kvboost.models import GenerationMode, GenerationResult, Origin, ScoreResult, Span
 from kvboost.namespace import Namespace
 from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
 from kvboost.settings import choice
@@ -55,6 +56,11 @@ class Request:
         """Positions of the prompt with its answer."""
         return len(self.prompt) + self.options.max_new_tokens
 
+    @property
+    def limit(self) -> int:
+        """How many of the first tokens may come from elsewhere: generation needs one that does not."""
+        return len(self.prompt) - 1
+
     def result(
         self, decoded: Decoded, spans: tuple[Span, ...], text: str, ended: float | None = None
     ) -> GenerationResult:
@@ -77,6 +83,60 @@ class Request:
             spans=spans,
             recomputed_tokens=sum(span.length for span in spans if span.origin is Origin.RECOMPUTED),
             finish_reason=decoded.finish_reason,
+        )
+
+
+class ScoreRequest(Request):
+    """A prompt with a continuation, whose tokens are to be scored.
+
+    `token_ids` are those that the model has to read: the prompt's, and the continuation's but for the last.
+    """
+
+    def __init__(
+        self,
+        prompt: TokenizedPrompt,
+        continuation: Sequence[int],
+        mode: GenerationMode,
+        options: GenerationOptions,
+        namespace: Namespace,
+        started: float,
+        index: int,
+    ) -> None:
+        super().__init__(prompt, mode, options, namespace, started, index)
+        self.continuation = list(continuation)
+        self._read = np.concatenate([prompt.token_ids, np.asarray(continuation[:-1], dtype=np.int64)])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self._read
+
+    @property
+    def needed(self) -> int:
+        return len(self._read)
+
+    def scored(
+        self, log_likelihoods: Sequence[float], is_greedy: bool, spans: tuple[Span, ...], text: str
+    ) -> ScoreResult:
+        """The result; `spans` may go beyond the prompt, `text` is the continuation's."""
+        own = tuple(
+            dataclasses.replace(span, end=min(span.end, len(self.prompt)))
+            for span in spans
+            if span.start < len(self.prompt)
+        )
+        cached = sum(span.length for span in own if span.origin is not Origin.LIVE)
+        return ScoreResult(
+            mode=self.mode.value,
+            prompt=self.prompt.text,
+            continuation=text,
+            log_likelihood=math.fsum(log_likelihoods),
+            is_greedy=is_greedy,
+            token_ids=self.continuation,
+            token_log_likelihoods=list(log_likelihoods),
+            total_ms=(time.perf_counter() - self.started) * 1e3,
+            kv_reuse_ratio=cached / len(self.prompt),
+            prompt_tokens=len(self.prompt),
+            cached_tokens=cached,
+            spans=own,
         )
 
 
@@ -144,6 +204,34 @@ class RequestReader:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
         return requests
 
+    def read_scores(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Prompt],
+        namespace: Namespace,
+        mode: GenerationMode | str,
+        started: float,
+    ) -> list[ScoreRequest]:
+        """Pairs of a prompt and a continuation. An error names the pair that is wrong."""
+        checked_mode = choice(GenerationMode, "mode", mode)
+        options = decode.read_options(self._model, 1, 1.0, False, None, {})
+        pairs = _checked_list(prompts), _checked_list(continuations, "continuations")
+        if len(prompts) != len(continuations):
+            raise InvalidRequestError(
+                f"every prompt needs one continuation, got {len(prompts)} prompts and "
+                f"{len(continuations)} continuations"
+            )
+        requests = []
+        for index, (prompt, continuation) in enumerate(zip(*pairs, strict=True)):
+            try:
+                tokens = self._prompts.read(prompt, namespace.salt, warming=isinstance(prompt, str))
+                ids = self._prompts.read_continuation(prompt, tokens, continuation)
+                self.check_positions(len(tokens) + len(ids), "prompt and continuation", len(tokens))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") from error
+            requests.append(ScoreRequest(tokens, ids, checked_mode, options, namespace, started, index))
+        return requests
+
     def _request(
         self,
         prompt: Prompt,
@@ -173,13 +261,14 @@ class RequestReader:
         return self._exact_range is not None and tokens > self._exact_range
 
 
-def _checked_list(prompts: Any) -> Sequence[Prompt]:
+def _checked_list(prompts: Any, what: str = "prompts") -> Sequence[Prompt]:
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(
-            f"prompts must be a list of prompts, got {type(prompts).__name__}; generate takes a single one"
+            f"{what} must be a list of {what}, got {type(prompts).__name__}; for a single one pass a list"
+            " of one"
         )
     if prompts and isinstance(prompts[0], (int, Mapping)):
         raise InvalidRequestError(
-            "prompts must be a list of prompts, and this is a single one; pass [prompt], or call generate"
+            f"{what} must be a list of {what}, and this is a single one; pass a list of one"
         )
     return prompts

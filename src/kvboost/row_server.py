@@ -12,34 +12,36 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 
 from kvboost import decode
 from kvboost.arena import Arena
 from kvboost.batch import Branch, Forest, plan_forest
 from kvboost.cache_manager import KVCacheManager
 from kvboost.keeper import Keeper
-from kvboost.models import GenerationResult, Origin, Span
+from kvboost.models import GenerationResult, Origin, ScoreResult, Span
 from kvboost.placement import Placer
 from kvboost.prompt_assembler import PrefixPart, ReusePlan
 from kvboost.prompts import PromptReader
-from kvboost.requests import Request
+from kvboost.requests import Request, ScoreRequest
 from kvboost.row_decode import DecodingRow
 from kvboost.rows import Extension, Segment, extend
 from kvboost.workspace import Workspace
 
 SHARED_REASON = "computed once for the batch"
-Planned = Callable[[Request, int], AbstractContextManager[ReusePlan]]
+Result = TypeVar("Result")
+Planned = Callable[[Request], AbstractContextManager[ReusePlan]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[Result]):
     """What became of request number `index`: a result, or why there is none."""
 
     index: int
-    result: GenerationResult | Exception
+    result: Result | Exception
 
 
 @dataclasses.dataclass
@@ -108,10 +110,9 @@ class RowServer:
         self._planned = planned
         self.counts = BatchCounts()
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Outcome]:
+    def generate(self, requests: Sequence[Request]) -> Iterator[Outcome[GenerationResult]]:
         """Answer the requests; each outcome comes when its row has finished."""
-        limits = [len(request.prompt) - 1 for request in requests]
-        seating = self.seat(requests, limits, [request.needed for request in requests])
+        seating = self.seat(requests)
         rows = [
             DecodingRow(self._model, self._tokenizer, each.token_ids, each.options, each.index)
             for each in requests
@@ -137,6 +138,33 @@ class RowServer:
             failed = self._step(seating.arena, rows, active, tokens)
         self.leave(seating, requests)
 
+    def score(self, requests: Sequence[ScoreRequest]) -> Iterator[Outcome[ScoreResult]]:
+        """Score continuations; pairs that need the same forward share it."""
+        same: dict[bytes, list[ScoreRequest]] = {}
+        for request in requests:
+            same.setdefault(request.token_ids.tobytes(), []).append(request)
+        groups = list(same.values())
+        # Equal tokens need not be cut alike between prompt and continuation: the earliest cut serves all.
+        heads = [min(group, key=lambda each: each.limit) for group in groups]
+        seating = self.seat(heads)
+        self.fill_branches(seating, heads)
+        order = seating.forest.order
+        lanes = seating.lanes
+        wanted = {row: heads[row].needed - heads[row].limit for row in order}
+        rows = [Extension(lanes[row], heads[row].token_ids[lanes[row].end :], wanted[row]) for row in order]
+        scores = {request.index: Scores(request) for request in requests}
+        with decode.running(self._model, fast=True):
+            for number, first, logits in extend(self._model, seating.arena, rows):
+                row = order[number]
+                for request in groups[row]:
+                    scores[request.index].add(heads[row].limit + first, logits)
+        for row in order:
+            self.store(seating, row, heads[row], heads[row].prompt.token_ids)
+            for request in groups[row]:
+                text = self._reader.decode(request.continuation)
+                yield Outcome(request.index, scores[request.index].result(seating.spans[row], text))
+        self.leave(seating, heads)
+
     def _step(
         self, arena: Arena, rows: list[DecodingRow], active: list[int], extensions: list[Extension]
     ) -> dict[int, Exception]:
@@ -153,11 +181,10 @@ class RowServer:
 
     # --- rows in an arena --------------------------------------------------------------------
 
-    def seat(self, requests: Sequence[Request], limits: Sequence[int], needed: Sequence[int]) -> Seating:
-        """Lay the requests out in an arena and place what is stored of their first `limits` tokens.
-
-        Row i has room for `needed[i]` tokens, and shares at most its first `limits[i]`.
-        """
+    def seat(self, requests: Sequence[Request]) -> Seating:
+        """Lay the requests out in an arena, and place what is stored of them up to their limits."""
+        limits = [request.limit for request in requests]
+        needed = [request.needed for request in requests]
         forest = plan_forest([request.token_ids for request in requests], limits)
         slots = 0
         branches: dict[Branch, Segment] = {}
@@ -193,9 +220,7 @@ class RowServer:
             return found
 
         plans = self._placer.place_rows(
-            [partial(self._planned, request, limit) for request, limit in zip(requests, limits, strict=True)],
-            parts,
-            arena,
+            [partial(self._planned, request) for request in requests], parts, arena
         )
         rows = range(len(requests))
         spans = [row_spans(plans[row], forest.branch_of[row], row, branches) for row in rows]
@@ -256,6 +281,31 @@ def _clear_behind(lanes: Sequence[Segment], arena: Arena) -> None:
 
 def _segments(branch: Branch | None, segments: dict[Branch, Segment]) -> tuple[Segment, ...]:
     return tuple(segments[each] for each in branch.path) if branch is not None else ()
+
+
+class Scores:
+    """The log-likelihoods of a continuation's tokens, as the logits for them come in."""
+
+    def __init__(self, request: ScoreRequest) -> None:
+        self._request = request
+        self._values: list[float] = []
+        self._is_greedy = True
+
+    def add(self, position: int, logits: torch.Tensor) -> None:
+        """Logits `[n, vocab]` of the tokens from `position` on; those before the continuation say nothing."""
+        skipped = max(0, self._request.limit - position)
+        if skipped >= len(logits):
+            return
+        scores = logits[skipped:].float().log_softmax(-1)
+        done = len(self._values)
+        targets = self._request.continuation[done : done + len(scores)]
+        chosen = torch.tensor(targets, device=scores.device).unsqueeze(-1)
+        self._values += scores.gather(-1, chosen).squeeze(-1).tolist()
+        self._is_greedy &= scores.argmax(-1).tolist() == targets
+
+    def result(self, spans: tuple[Span, ...], text: str) -> ScoreResult:
+        """The score, with the origin of the prompt's tokens."""
+        return self._request.scored(self._values, self._is_greedy, spans, text)
 
 
 def row_spans(

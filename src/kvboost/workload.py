@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
 from kvboost.arena import KVLayout
 from kvboost.batch import split_into_batches
 from kvboost.errors import InvalidRequestError, PartialResultsError
-from kvboost.models import GenerationResult
 from kvboost.requests import Request
 from kvboost.row_server import Outcome
 
@@ -46,8 +46,12 @@ def check_batch_tokens(max_batch_tokens: object) -> None:
         )
 
 
-class Workload:
-    """Runs requests: `alone` answers one, `together` several of one batch.
+R = TypeVar("R", bound=Request)
+Result = TypeVar("Result")
+
+
+class Workload(Generic[R, Result]):
+    """Runs requests: `alone` answers one, `together` those of one batch, from `min_rows` on.
 
     `why_alone` says why a request cannot share a batch; empty where it can.
     """
@@ -55,23 +59,26 @@ class Workload:
     def __init__(
         self,
         layout: KVLayout,
-        alone: Callable[[Request], GenerationResult],
-        together: Callable[[Sequence[Request]], Iterator[Outcome]],
-        why_alone: Callable[[Request], str],
+        alone: Callable[[R], Result],
+        together: Callable[[Sequence[R]], Iterator[Outcome[Result]]],
+        why_alone: Callable[[R], str],
+        *,
+        min_rows: int,
     ) -> None:
+        self._min_rows = min_rows
         self._layout = layout
         self._alone = alone
         self._together = together
         self._why_alone = why_alone
 
     def outcomes(
-        self, requests: Sequence[Request], *, loners_alone: bool, max_batch_tokens: int | None
-    ) -> Iterator[Outcome]:
+        self, requests: Sequence[R], *, loners_alone: bool, max_batch_tokens: int | None
+    ) -> Iterator[Outcome[Result]]:
         """What became of each request, as they finish."""
         max_tokens = max_batch_tokens or default_batch_tokens(self._layout)
         batches = split_into_batches(
             [request.token_ids for request in requests],
-            [len(request.prompt) - 1 for request in requests],
+            [request.limit for request in requests],
             [request.needed for request in requests],
             max_tokens=max_tokens,
             max_rows=MAX_ROWS,
@@ -80,7 +87,7 @@ class Workload:
         for batch in batches:
             chosen = [requests[index] for index in batch]
             together = [request for request in chosen if not self._why_alone(request)]
-            if len(together) < 2:
+            if len(together) < self._min_rows:
                 together = []
             left = {request.index: request for request in chosen}
             for outcome in self._run_together(together):
@@ -89,7 +96,7 @@ class Workload:
             for request in left.values():
                 yield self._run_alone(request)
 
-    def _run_together(self, requests: Sequence[Request]) -> Iterator[Outcome]:
+    def _run_together(self, requests: Sequence[R]) -> Iterator[Outcome[Result]]:
         """Outcomes of a batch, as far as it gets; what is left then may run alone."""
         if not requests:
             return
@@ -98,22 +105,22 @@ class Workload:
         except Exception:  # out of memory, mostly: a single request needs less, or says what is wrong
             return
 
-    def _run_alone(self, request: Request) -> Outcome:
+    def _run_alone(self, request: R) -> Outcome[Result]:
         try:
             return Outcome(request.index, self._alone(request))
         except Exception as error:
             return Outcome(request.index, error)
 
 
-def collected(outcomes: Iterator[Outcome], count: int) -> list[GenerationResult]:
+def collected(outcomes: Iterator[Outcome[Result]], count: int) -> list[Result]:
     """All results in the order of their requests; where some failed, an error that carries the others."""
     found = dict(streamed(outcomes, count))
     return [found[index] for index in range(count)]
 
 
-def streamed(outcomes: Iterator[Outcome], count: int) -> Iterator[tuple[int, GenerationResult]]:
+def streamed(outcomes: Iterator[Outcome[Result]], count: int) -> Iterator[tuple[int, Result]]:
     """Index and result of each request as they come; those that failed are told at the end."""
-    results: list[GenerationResult | None] = [None] * count
+    results: list[Result | None] = [None] * count
     failures: dict[int, Exception] = {}
     for outcome in outcomes:
         if isinstance(outcome.result, Exception):
@@ -125,7 +132,9 @@ def streamed(outcomes: Iterator[Outcome], count: int) -> Iterator[tuple[int, Gen
         raise PartialResultsError(results, failures) from failures[min(failures)]
 
 
-def shown(outcomes: Iterator[Outcome], count: int, progress: bool | None) -> Iterator[Outcome]:
+def shown(
+    outcomes: Iterator[Outcome[Result]], count: int, progress: bool | None
+) -> Iterator[Outcome[Result]]:
     """The outcomes with a progress bar; by default only where someone watches."""
     if not (sys.stderr.isatty() if progress is None else progress):
         yield from outcomes

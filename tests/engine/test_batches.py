@@ -374,7 +374,6 @@ def test_three_hundred_mixed_prompts(make_engine: MakeEngine) -> None:
 
 def count_fed(engine: KVBoost) -> list[int]:
     """Tokens of every forward from now on."""
-    assert engine._can_run_rows is not None  # looked up once, by a forward of one token
     fed: list[int] = []
 
     def note(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
