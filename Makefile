@@ -39,6 +39,7 @@ bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench rag --out benchmarks/results
 	$(VENV)/bin/kvboost bench quant --out benchmarks/results
 	$(VENV)/bin/kvboost bench disk --out benchmarks/results
+	$(VENV)/bin/kvboost bench batch --out benchmarks/results
 	$(VENV)/bin/kvboost bench encoding --prompts 12 --prompt-tokens 1000 --out benchmarks/results
 
 format: $(VENV)/.ready

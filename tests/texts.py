@@ -17,8 +17,7 @@ def corpus_ids(tokenizer: Any, count: int, seed: int) -> list[int]:
     """`count` tokens from a random place of the corpus."""
     text = corpus()
     start = random.Random(seed).randrange(len(text) - count * 8)
-    ids: list[int] = tokenizer(text[start : start + count * 8], add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]
+    end = start + count * 8 + 400  # a short piece may be mostly spaces
+    ids: list[int] = tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
     assert len(ids) >= count
     return ids[:count]

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvboost.cli.bench_batch import batch
 from kvboost.cli.bench_disk import disk
 from kvboost.cli.bench_encoding import encoding
 from kvboost.cli.bench_quant import quant
@@ -43,6 +44,7 @@ bench.add_command(rag)
 bench.add_command(encoding)
 bench.add_command(quant)
 bench.add_command(disk)
+bench.add_command(batch)
 
 
 @bench.command()

@@ -1,0 +1,245 @@
+"""`bench batch`: prompts with one long beginning, answered together, against other ways to answer them.
+
+One process, one model, the same prompts for all, contestants taking turns within every round. The
+beginning is known to those that can reuse it; the tails are new in every round. Also says how much
+memory the KV of a larger batch takes, beside a copy of the beginning for every row. Knows no terminal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvboost import decode
+from kvboost.arena import Arena
+from kvboost.bench.prefix import spread_rounds
+from kvboost.bench.record import machine_record
+from kvboost.bench.text import TextSource
+from kvboost.bench.timing import spread
+from kvboost.engine import InferenceEngine
+
+Report = Callable[[int, int, str], None]
+Prompts = list[list[int]]
+Answers = list[list[int]]
+
+SLOW = ("hugging_face", "batch_cold")
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How much is measured. Those that read the whole beginning are slow and take part in fewer rounds."""
+
+    batch: int = 8
+    prefix_tokens: int = 2_000
+    shortest_tail: int = 5
+    longest_tail: int = 200
+    new_tokens: int = 16
+    rounds: int = 5
+    plain_rounds: int = 2
+    memory_batch: int = 16
+    seed: int = 0
+
+
+class Contestants:
+    """Ways to answer prompts that share a prefix; each returns the new tokens of every prompt."""
+
+    def __init__(self, engine: InferenceEngine, prefix: list[int], new_tokens: int) -> None:
+        self._engine = engine
+        self._model = engine.model
+        self._prefix = prefix
+        self._options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        self._cold = 0
+        self._prefix_arena = Arena(engine.layout, len(prefix))
+        engine.warm(prefix)
+        with decode.running(self._model, fast=True):
+            decode.prefill(self._model, torch.tensor(prefix).numpy(), self._prefix_arena, len(prefix))
+
+    def hugging_face(self, prompts: Prompts) -> Answers:
+        """The model's own generate over all prompts, padded on the left."""
+        longest = max(map(len, prompts))
+        return self._generate(prompts, lambda prompt: (0, longest - len(prompt)))
+
+    def expanded(self, prompts: Prompts) -> Answers:
+        """The prefix copied for every row, tails padded between it and them, on our kernels."""
+        arena = self.expanded_arena(prompts)
+        longest, shared = max(map(len, prompts)), len(self._prefix)
+        with decode.running(self._model, fast=True):
+            return self._generate(
+                prompts, lambda prompt: (shared, longest - len(prompt)), past_key_values=arena
+            )
+
+    def expanded_arena(self, prompts: Prompts) -> Arena:
+        """An arena with the prefix in every row, and room for the longest prompt and its answer."""
+        shared = len(self._prefix)
+        capacity = max(map(len, prompts)) + int(self._options["max_new_tokens"])
+        arena = Arena(self._engine.layout, capacity, batch=len(prompts))
+        for slab, source in zip(arena.slabs, self._prefix_arena.slabs, strict=True):
+            slab[:, :, :shared] = source
+        arena.set_length(shared)
+        return arena
+
+    def one_by_one(self, prompts: Prompts) -> Answers:
+        """`generate`, prompt after prompt, with the prefix in the cache."""
+        return [
+            self._engine.generate(prompt, mode="prefix_cache", **self._options).token_ids
+            for prompt in prompts
+        ]
+
+    def batch(self, prompts: Prompts, **options: Any) -> Answers:
+        """`generate_batch`, with the prefix in the cache."""
+        results = self._engine.generate_batch(prompts, **self._options, **options)
+        return [result.token_ids for result in results]
+
+    def batch_cold(self, prompts: Prompts) -> Answers:
+        """`generate_batch` on text that nobody has read: the prefix is computed once."""
+        self._cold += 1
+        return self.batch(prompts, cache_salt=f"cold {self._cold}")
+
+    def settle(self) -> None:
+        """Outside the clock: the last request began with the same prefix, and no tail is stored."""
+        self._engine.clear()
+        self._engine.warm(self._prefix)
+
+    def _generate(
+        self, prompts: Prompts, padding: Callable[[list[int]], tuple[int, int]], **options: Any
+    ) -> Answers:
+        """Generate over prompts padded to one length; `padding` says where, and by how much."""
+        device = self._model.get_input_embeddings().weight.device
+        ids, mask = [], []
+        for prompt in prompts:
+            at, count = padding(prompt)
+            ids.append(prompt[:at] + [prompt[0]] * count + prompt[at:])
+            mask.append([1] * at + [0] * count + [1] * (len(prompt) - at))
+        inputs = torch.tensor(ids, device=device)
+        with torch.no_grad():
+            output = self._model.generate(
+                inputs,
+                attention_mask=torch.tensor(mask, device=device),
+                do_sample=False,
+                **self._options,
+                **options,
+            )
+        answers: Answers = output[:, inputs.shape[1] :].tolist()
+        return answers
+
+
+def run(
+    engine: InferenceEngine,
+    model: str,
+    settings: BatchSettings,
+    report: Report = lambda _done, _total, _text: None,
+) -> dict[str, Any]:
+    """Measure and return the record; `report` hears how far it is.
+
+    The engine's cache needs room for everything: open it with `max_chunks=None`.
+    """
+    machine = machine_record(engine.model.get_input_embeddings().weight.device)
+    text = TextSource(engine.tokenizer, settings.prefix_tokens)
+    prefix = text.prefix(settings.prefix_tokens)
+    report(0, settings.rounds, "reading the shared beginning")
+    contestants = Contestants(engine, prefix, settings.new_tokens)
+    draw = random.Random(settings.seed)
+
+    def prompts(count: int) -> Prompts:
+        return [
+            prefix + text.fresh(draw.randint(settings.shortest_tail, settings.longest_tail))
+            for _ in range(count)
+        ]
+
+    ways = ("hugging_face", "expanded", "one_by_one", "batch", "batch_cold")
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    equal = dict.fromkeys(ways, 0)
+    compared = dict.fromkeys(ways, 0)
+    slow_at = spread_rounds(settings.plain_rounds, settings.rounds)
+    for number in range(-1, settings.rounds):  # the first round warms up those that are fast
+        asked = prompts(settings.batch if number >= 0 else 2)
+        answers: dict[str, Answers] = {}
+        for name in ways:
+            if name in SLOW and number not in slow_at:
+                continue
+            report(max(number, 0), settings.rounds, name.replace("_", " "))
+            contestants.settle()
+            started = time.perf_counter()
+            answers[name] = getattr(contestants, name)(asked)
+            if number >= 0:
+                times[name].append(time.perf_counter() - started)
+        for name, found in answers.items() if number >= 0 else ():
+            compared[name] += len(asked)
+            equal[name] += sum(a == b for a, b in zip(found, answers["one_by_one"], strict=True))
+    report(settings.rounds, settings.rounds, "memory")
+    memory = _memory(engine, contestants, prompts(settings.memory_batch))
+    return _record(model, engine, machine, settings, times, (equal, compared), memory)
+
+
+def _memory(engine: InferenceEngine, contestants: Contestants, prompts: Prompts) -> dict[str, Any]:
+    """Bytes of KV that a batch allocates, ours and with a copy per row."""
+    contestants.settle()
+    contestants.batch(prompts)
+    ours = engine.cache_stats()["batches"]["largest_kv_bytes"]
+    copied = contestants.expanded_arena(prompts).nbytes
+    return {
+        "rows": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "kv_bytes": ours,
+        "kv_bytes_expanded": copied,
+        "ratio": round(ours / copied, 3),
+    }
+
+
+def _record(
+    model: str,
+    engine: InferenceEngine,
+    machine: dict[str, Any],
+    settings: BatchSettings,
+    times: dict[str, list[float]],
+    agreement: tuple[dict[str, int], dict[str, int]],
+    memory: dict[str, Any],
+) -> dict[str, Any]:
+    equal, compared = agreement
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    results = {
+        name: {
+            "seconds": dataclasses.asdict(spread(values)),
+            "prompts_per_s": round(settings.batch / middle[name], 3),
+            "same_answers": equal[name],
+            "answers": compared[name],
+        }
+        for name, values in times.items()
+    }
+    ratios = {
+        f"throughput_over_{name}": round(middle[name] / middle["batch"], 2)
+        for name in ("hugging_face", "expanded", "one_by_one")
+    }
+    ratios["cold_throughput_over_hugging_face"] = round(middle["hugging_face"] / middle["batch_cold"], 2)
+    targets = [
+        _at_least("throughput / Hugging Face, padded batch", ratios["throughput_over_hugging_face"], 6.0),
+        _at_least("throughput / one by one with reuse", ratios["throughput_over_one_by_one"], 1.5),
+        {
+            "name": f"KV bytes / expand and write, {memory['rows']} rows",
+            "value": memory["ratio"],
+            "at_most": 0.4,
+            "met": memory["ratio"] <= 0.4,
+        },
+    ]
+    return {
+        "benchmark": "batch",
+        "model": model,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "machine": machine,
+        "settings": dataclasses.asdict(settings),
+        "results": results,
+        "ratios": ratios,
+        "memory": memory,
+        "targets": targets,
+    }
+
+
+def _at_least(name: str, value: float, limit: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "at_least": limit, "met": value >= limit}
