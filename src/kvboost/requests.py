@@ -226,7 +226,8 @@ class RequestReader:
             try:
                 tokens = self._prompts.read(prompt, namespace.salt, warming=isinstance(prompt, str))
                 ids = self._prompts.read_continuation(prompt, tokens, continuation)
-                self.check_positions(len(tokens) + len(ids), "prompt and continuation", len(tokens))
+                needed = len(tokens) + len(ids) - 1  # the last token is scored, and never read
+                self.check_positions(needed, "prompt and continuation", len(tokens))
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
             requests.append(ScoreRequest(tokens, ids, checked_mode, options, namespace, started, index))

@@ -20,6 +20,8 @@ import torch
 
 from kvboost.attention import is_plain, pass_on
 
+_WINDOW_QUERIES = 512  # per mask of a sliding window
+
 
 class Stretch(NamedTuple):
     """KV in slots `[start, start + length)`, of tokens at positions from `position` on."""
@@ -149,10 +151,17 @@ class RowPattern:
             key, value = (part.repeat_interleave(layer.group, 1) for part in (key, value))
             layer.set(first, last, *partial_attention(query, key, value, None, layer.scale, causal=True))
             return
-        there = feed.own.position + np.arange(feed.own.length)
-        mask = self._mask(
-            ("own", index), layer, lambda: _visible(self._positions[first:last], there, layer.window)
-        )
+        for start, end in _blocks(0, feed.tokens):
+            self._attend_block(feed.own, first + start, start, end, layer)
+
+    def _attend_block(self, own: Stretch, first: int, start: int, end: int, layer: _Layer) -> None:
+        """Tokens `[start, end)` of a stretch longer than the window, the first of them query `first`."""
+        assert layer.window is not None
+        seen_from = max(0, start - layer.window + 1)
+        key, value = layer.slots(own.start + seen_from, end - seen_from)
+        positions, there = np.arange(start, end), np.arange(seen_from, end)
+        mask = self._mask(("own", first), layer, partial(_visible, positions, there, layer.window))
+        last = first + end - start
         layer.set(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
 
     def _attend_lanes(self, lanes: _Lanes, layer: _Layer) -> None:
@@ -180,15 +189,25 @@ class RowPattern:
 
     def _add_shared(self, keys: Stretch, first: int, last: int, layer: _Layer) -> None:
         """Queries `[first, last)` over a stretch that they share, added to what they have."""
-        skipped, mask, window = 0, None, layer.window
-        if window is not None:
-            positions = self._positions[first:last]
-            skipped = max(0, int(positions.min()) - window + 1 - keys.position)
-            if skipped >= keys.length:
-                return  # out of sight of them all
-            if int(positions.max()) - window >= keys.position + skipped:
-                there = keys.position + np.arange(skipped, keys.length)
-                mask = self._mask((keys, first), layer, lambda: _visible(positions, there, window))
+        if layer.window is None:
+            parts = partial_attention(
+                layer.folded(first, last), *layer.slots(keys.start, keys.length), None, layer.scale
+            )
+            layer.add(first, last, *parts)
+            return
+        for start, end in _blocks(first, last):
+            self._add_within_window(keys, start, end, layer, layer.window)
+
+    def _add_within_window(self, keys: Stretch, first: int, last: int, layer: _Layer, window: int) -> None:
+        """The same for few queries, of which some may not see all of it."""
+        positions = self._positions[first:last]
+        skipped = max(0, int(positions.min()) - window + 1 - keys.position)
+        if skipped >= keys.length:
+            return  # out of sight of them all
+        mask = None
+        if int(positions.max()) - window >= keys.position + skipped:
+            there = keys.position + np.arange(skipped, keys.length)
+            mask = self._mask((keys, first), layer, partial(_visible, positions, there, window))
         key, value = layer.slots(keys.start + skipped, keys.length - skipped)
         layer.add(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
 
@@ -271,6 +290,12 @@ class _Layer:
         total = torch.logaddexp(self.weight[:, first:last], sums)
         self.out[:, first:last].lerp_(part.float(), (sums - total).exp_().unsqueeze(-1))
         self.weight[:, first:last] = total
+
+
+def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Stretches of queries whose masks stay small."""
+    for first in range(start, end, _WINDOW_QUERIES):
+        yield first, min(end, first + _WINDOW_QUERIES)
 
 
 def _common_step(lanes: _Lanes, own: Stretch) -> int:

@@ -192,7 +192,7 @@ def test_out_of_memory_goes_on_one_by_one(make_engine: MakeEngine, monkeypatch: 
         ([[7, 8], [9]], [[9], []], "prompt 1: the continuation is empty"),
         ([[7, 8], []], [[9], [9]], "prompt 1: the prompt is empty"),
         ([[7, 8]], [[99_999]], "prompt 0: token id 99999 is outside"),
-        ([[7] * 1000], [[8] * 100], "prompt 0: prompt and continuation need 1100 positions"),
+        ([[7] * 1000], [[8] * 100], "prompt 0: prompt and continuation need 1099 positions"),
         ("text", ["more"], "prompts must be a list of prompts, got str"),
         (["text"], "more", "continuations must be a list of continuations, got str"),
         (["text"], [""], "prompt 0: the continuation is empty"),
@@ -203,6 +203,12 @@ def test_bad_input(make_engine: MakeEngine, prompts: Any, continuations: Any, me
     engine = make_engine()
     with pytest.raises(InvalidRequestError, match=message):
         engine.score(prompts, continuations)
+
+
+def test_the_last_token_needs_no_position(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    pairs = [(random_ids(1000, 1), random_ids(25, 2))]
+    check(engine, pairs, engine.score(*map(list, zip(*pairs, strict=True))))
 
 
 def test_nothing_to_score(make_engine: MakeEngine) -> None:

@@ -136,3 +136,46 @@ def test_weights_on_the_gpu_are_checked_over(make_engine: MakeEngine) -> None:
     with torch.no_grad():
         engine.model.model.layers[0].mlp.up_proj.weight[0, 0] += 0.25
     assert engine.generate(ids, max_new_tokens=2).cached_tokens == 0
+
+
+@pytest.mark.parametrize("cache_device", ["cpu", "model"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_batches_equal_baseline(architecture: str, cache_device: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(architecture, device="cuda", cache_device=cache_device)
+    shared = random_ids(90, seed=20)
+    prompts = [shared + random_ids(1 + 7 * i, seed=21 + i) for i in range(6)]
+    expected = [engine.generate(prompt, 12, mode="baseline").token_ids for prompt in prompts]
+    for _ in ("cold", "warm"):
+        assert [result.token_ids for result in engine.generate_batch(prompts, 12)] == expected
+    sampled = [r.token_ids for r in engine.generate_batch(prompts, 12, do_sample=True, seed=3)]
+    alone = [
+        engine.generate(prompt, 12, mode="baseline", do_sample=True, seed=3 + i).token_ids
+        for i, prompt in enumerate(prompts)
+    ]
+    assert sampled == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mistral"])
+def test_scores_in_half_precision_stay_close(
+    architecture: str, dtype: torch.dtype, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(architecture, device="cuda", dtype=dtype)
+    shared = random_ids(90, seed=30)
+    prompts = [shared + random_ids(4 + 3 * i, seed=31 + i) for i in range(4)]
+    continuations = [random_ids(3, seed=41 + i) for i in range(4)]
+    expected = [float(score) for score in engine.score(prompts, continuations, mode="baseline")]
+    for _ in ("cold", "warm"):
+        found = [float(score) for score in engine.score(prompts, continuations)]
+        assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_a_disk_cache_serves_the_gpu(make_engine: MakeEngine, tmp_path: Any) -> None:
+    first = make_engine(device="cuda", disk_cache_dir=tmp_path)
+    prompts = [random_ids(90, seed=50) + random_ids(5 + i, seed=51 + i) for i in range(3)]
+    expected = [result.token_ids for result in first.generate_batch(prompts, 8)]
+    first.close()
+    second = make_engine(model=first.model, device="cuda", disk_cache_dir=tmp_path)
+    results = second.generate_batch(prompts, 8)
+    assert [result.token_ids for result in results] == expected
+    assert all(result.cached_tokens == result.prompt_tokens - 1 for result in results)

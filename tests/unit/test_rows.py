@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost import decode, rows
+from kvboost import decode, row_attention, rows
 from kvboost.arena import Arena, probe_layout
 from kvboost.row_attention import partial_attention
 from kvboost.rows import Extension, Segment, extend
@@ -107,6 +107,27 @@ def test_any_mixture_of_prompts_and_single_tokens(data: st.DataObject) -> None:
             if extension.wanted:
                 expected = _alone(model, texts[i])[-extension.wanted :]
                 assert torch.allclose(got[order], expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("queries", [7, 16, 64])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_sliding", "phi3"])
+def test_windows_in_small_blocks(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 40 tokens over stretches of 130, own and shared, in blocks of queries and of tokens."""
+    monkeypatch.setattr(row_attention, "_WINDOW_QUERIES", queries)
+    monkeypatch.setattr(rows, "_MAX_TOKENS", {False: 61, True: 61})
+    model = tiny_model(name)
+    arena = Arena(probe_layout(model), 700)
+    root_ids = _ids(130, 1)
+    root = Segment(0, 130)
+    _run(model, arena, [Extension(root, root_ids, 0)])
+    tails = [_ids(n, n) for n in (90, 3, 41)]
+    lanes = [Segment(140 + 100 * i, 100, (root,)) for i in range(3)]
+    got = _run(
+        model, arena, [Extension(lane, tail, len(tail)) for lane, tail in zip(lanes, tails, strict=True)]
+    )
+    for i, tail in enumerate(tails):
+        expected = _alone(model, [*root_ids.tolist(), *tail.tolist()])[-len(tail) :]
+        assert torch.allclose(got[i], expected, atol=TOLERANCE)
 
 
 def test_long_extensions_go_through_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
