@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from kvboost.prompt_assembler import PromptAssembler
     from kvboost.selective_recompute import SelectiveRecompute
+    from kvboost.verify import CorrectnessReport
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _HOMES = {
     "CachedChunk": "models",
     "ChunkRegistry": "chunk_registry",
     "ChunkStrategy": "models",
+    "CorrectnessReport": "verify",
     "DiskTier": "disk_tier",
     "GenerationMode": "models",
     "GenerationResult": "models",
@@ -76,6 +78,7 @@ __all__ = [
     "CachedChunk",
     "ChunkRegistry",
     "ChunkStrategy",
+    "CorrectnessReport",
     "DiskTier",
     "GenerationMode",
     "GenerationResult",

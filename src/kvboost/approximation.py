@@ -27,7 +27,7 @@ class Approximation:
     def __init__(self, model: Any, settings: EngineSettings, rotation: rope.KeyRotation | str) -> None:
         self._settings = settings
         self.rotation = rotation if isinstance(rotation, rope.KeyRotation) else None
-        self._unmovable = rotation if isinstance(rotation, str) else ""
+        self.unmovable = rotation if isinstance(rotation, str) else ""
         self._limit = rope.approximate_limit_tokens(model)
         self._costs = ForwardCosts(model)
         ratio = settings.recompute_ratio
@@ -41,8 +41,8 @@ class Approximation:
         """
         if self._settings.bit_exact:
             return BIT_EXACT_REASON
-        if self._unmovable:
-            return self._unmovable
+        if self.unmovable:
+            return self.unmovable
         if self._limit is not None and total > self._limit:
             return rope.WINDOW_REASON
         return self.no_ratio_reason if self.ratio is None and not calibrating else ""

@@ -293,6 +293,13 @@ def _put_in(sentence: str, text: str, random: Random) -> str:
     return f"{text[:at]} {sentence}{text[at:]}"
 
 
+def plain_text() -> str:
+    """English that every Python has: its own language reference."""
+    from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
 def _sentences_by_topic() -> list[list[str]]:
     """Every topic's sentences with the space behind them, without tables and repeated paragraphs."""
     from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from kvboost import calibration, decode, loading, repair, rope, row_decode, rows, snapshot, workload
+from kvboost import calibration, decode, loading, repair, rope, row_decode, rows, snapshot, verify, workload
 from kvboost.approximation import Approximation
 from kvboost.arena import Arena, probe_layout
 from kvboost.attention import QueryPattern
@@ -40,6 +40,7 @@ from kvboost.models import (
     AssemblyMode,
     GenerationMode,
     GenerationResult,
+    KVBits,
     Origin,
     RecomputeStrategy,
     ScoreResult,
@@ -54,9 +55,10 @@ from kvboost.prompts import Prompt, PromptReader
 from kvboost.requests import Request, RequestReader, ScoreRequest
 from kvboost.row_server import RowServer, Scores
 from kvboost.selftest import check_exactness
-from kvboost.settings import EngineSettings
+from kvboost.settings import EngineSettings, choice
 from kvboost.sparse_forward import run_pattern
 from kvboost.stream import TextStream
+from kvboost.verify import CorrectnessReport
 from kvboost.workload import Workload
 from kvboost.workspace import Workspace
 
@@ -788,9 +790,7 @@ class InferenceEngine:
         """
         if refusal := self._approximation.refusal(0, calibrating=True):
             raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
-        options = {**dataclasses.asdict(self.settings), "max_chunks": None, "max_cache_bytes": None}
-        options |= {"recompute_ratio": 0.15, "max_kl": None, "disk_cache_dir": None, "disk_cache_bytes": None}
-        with InferenceEngine(self.model, self.tokenizer, strict=False, **options) as engine:
+        with self.reopened(recompute_ratio=0.15, max_kl=None) as engine:
             found = calibration.measure(
                 engine,
                 model=self._model_name(),
@@ -802,6 +802,60 @@ class InferenceEngine:
         calibration.save(found)
         self._use_calibration(found)
         return found
+
+    def reopened(self, **changes: Any) -> InferenceEngine:
+        """An engine on the same model with other settings and an empty cache, without limits and disk."""
+        options = {**dataclasses.asdict(self.settings), "max_chunks": None, "max_cache_bytes": None}
+        options |= {"disk_cache_dir": None, "disk_cache_bytes": None, **changes}
+        return InferenceEngine(self.model, self.tokenizer, strict=False, **options)
+
+    def verify_correctness(
+        self,
+        prompts: Sequence[Prompt] | int | None = None,
+        max_new_tokens: int = 32,
+        *,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        report: Callable[[int, int, str], None] = lambda _done, _total, _what: None,
+    ) -> CorrectnessReport:
+        """Answer prompts with reuse and without, and check every part of the engine against the stock model.
+
+        The report is truthy exactly when all greedy answers are equal; its `passed` wants all checks as well.
+        With no prompts one of our own is asked; a number in their place means `max_new_tokens`. What is asked
+        is stored as after `generate`. `report` hears how far it is.
+        """
+        asked = None if isinstance(prompts, int) else prompts
+        new_tokens = prompts if isinstance(prompts, int) else max_new_tokens
+        return verify.verify(self, asked, new_tokens, choice(GenerationMode, "mode", mode), report=report)
+
+    def tokenize(self, prompt: Prompt, *, cache_salt: str | None = None) -> list[int]:
+        """The token ids that the model would read for `prompt`."""
+        ids: list[int] = self._reader.read(prompt, self._salt(cache_salt)).token_ids.tolist()
+        return ids
+
+    @property
+    def kv_cache_bits(self) -> KVBits:
+        """Bits of a stored number."""
+        return self.settings.bits
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether stored KV has fewer bits than the model's."""
+        return self.codec.is_lossy
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether chunks do not see all that stands before them (overlap encoding)."""
+        return self.settings.overlap_k > 0
+
+    @property
+    def rotation(self) -> rope.KeyRotation | str:
+        """What moves keys to other positions, or why nothing does."""
+        return self._approximation.rotation or self._approximation.unmovable
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model has; None = it does not say."""
+        return self._requests.max_positions
 
     def _use_calibration(self, found: Calibration | None) -> None:
         """With `recompute_ratio="auto"`, take the ratio that held `max_kl`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvboost.documents import plain_text
 from kvboost.errors import InvalidRequestError
 
 
@@ -14,10 +15,9 @@ class TextSource:
     """Token ids of one long text; pieces are taken from behind its first `prefix_tokens`."""
 
     def __init__(self, tokenizer: Any, prefix_tokens: int) -> None:
-        from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
-
-        text = "\n\n".join(topics[name] for name in sorted(topics))
-        self._ids: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        self._ids: list[int] = list(
+            tokenizer(plain_text(), add_special_tokens=False, verbose=False)["input_ids"]
+        )
         self._next = prefix_tokens
         self._first_tokens = {self._ids[0]}
         self._check(prefix_tokens)

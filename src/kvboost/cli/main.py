@@ -17,6 +17,7 @@ from kvboost.cli.disk import disk
 from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
 from kvboost.cli.stats import stats
+from kvboost.cli.verify import verify
 from kvboost.cli.warm import warm
 from kvboost.errors import KVBoostError
 
@@ -59,6 +60,7 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     kvboost stats --cache DIR                     see what is kept
     kvboost explain builtin PROMPT --cache DIR    what would be reused, and why not the rest
     kvboost disk check DIR                        check over what --disk-cache-dir keeps
+    kvboost verify builtin                        prove that what is reused is right
     kvboost calibrate builtin                     measure the error of approximate reuse
     kvboost bench prefix                          measure it on this machine
 
@@ -72,5 +74,6 @@ main.add_command(warm)
 main.add_command(explain)
 main.add_command(stats)
 main.add_command(calibrate)
+main.add_command(verify)
 main.add_command(disk)
 main.add_command(bench)
