@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvboost import html_view
 from kvboost.models import Origin, Span
 
 
@@ -57,6 +58,18 @@ class Explanation:
             "spans": spans,
         }
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the prompt by origin, and why."""
+        spans = [(span.start, span.end, span.origin.value, span.reason) for span in self.spans]
+        rows = [(f"{s.start} to {s.end}", s.origin.value, s.reason, _beginning(s.text)) for s in self.spans]
+        head = f"{self.cached_tokens:,} of {self.prompt_tokens:,} tokens would be reused"
+        return (
+            html_view.paragraph(head)
+            + html_view.origin_bar(spans, self.prompt_tokens)
+            + html_view.table(("tokens", "origin", "why", "text"), rows)
+            + (html_view.paragraph(self.choice) if self.choice else "")
+        )
+
     def __str__(self) -> str:
         lines = [f"{self.cached_tokens} of {self.prompt_tokens} tokens would be reused"]
         for span in self.spans:
@@ -68,6 +81,11 @@ class Explanation:
         if self.choice:
             lines.append(f"  {self.choice}")
         return "\n".join(lines)
+
+
+def _beginning(text: str, longest: int = 60) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= longest else words[: longest - 1] + "…"
 
 
 def explain_spans(

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from kvboost import html_view
+
 PastKVType: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 TokenIds: TypeAlias = Sequence[int]
 KVBits: TypeAlias = Literal[4, 8, 16, "k8v4"]  # bits of a stored number; "k8v4" = keys 8, values 4
@@ -253,6 +255,19 @@ class GenerationResult:
     spans: tuple[Span, ...] = ()
     recomputed_tokens: int = 0
     finish_reason: str = "length"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the answer, its times, and the prompt by origin."""
+        spans = [(span.start, span.end, span.origin.value, span.reason) for span in self.spans]
+        summary = (
+            f"first token after {self.ttft_ms:,.0f} ms; {self.cached_tokens:,} of {self.prompt_tokens:,} "
+            f"prompt tokens from the cache; {self.generated_tokens} new ({self.finish_reason})"
+        )
+        return (
+            html_view.paragraph(self.output_text)
+            + html_view.paragraph(summary)
+            + (html_view.origin_bar(spans, self.prompt_tokens) if spans else "")
+        )
 
 
 @dataclass(frozen=True)

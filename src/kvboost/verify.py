@@ -7,7 +7,6 @@ approximate reuse are given apart, each by its own bound. Knows the engine as fa
 from __future__ import annotations
 
 import dataclasses
-import html
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
+from kvboost import html_view
 from kvboost.checks import (
     APPROXIMATE,
     EXACT,
@@ -122,12 +122,8 @@ class CorrectnessReport:
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        cells = "".join(
-            f"<tr><td>{html.escape(name)}</td><td>{word}</td><td>{html.escape(detail)}</td></tr>"
-            for name, word, detail in self._rows()
-        )
-        head = html.escape(str(self).splitlines()[0])
-        return f"<table><caption>{head}</caption>{cells}</table>"
+        head = html_view.paragraph(str(self).splitlines()[0])
+        return head + html_view.table(("part", "verdict", ""), self._rows())
 
 
 def verify(
