@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvboost.cli.bench_batch import batch
+from kvboost.cli.bench_chat import chat
+from kvboost.cli.bench_compare import compare
 from kvboost.cli.bench_disk import disk
 from kvboost.cli.bench_encoding import encoding
 from kvboost.cli.bench_quant import quant
@@ -45,6 +47,8 @@ bench.add_command(encoding)
 bench.add_command(quant)
 bench.add_command(disk)
 bench.add_command(batch)
+bench.add_command(chat)
+bench.add_command(compare)
 
 
 @bench.command()
