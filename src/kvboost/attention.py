@@ -25,6 +25,7 @@ import torch.nn.functional as functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvboost.compat import sdpa_attention_function, sdpa_mask_function, text_config
+from kvboost.partial_attention import merged, partial_attention
 
 NAME = "kvboost_folded"
 # More new tokens than this, and the copies of the mask cost more than the folding saves.
@@ -63,6 +64,8 @@ def folded_attention(
     pattern = _PATTERN.get()
     if pattern is not None:
         return pattern.attend(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
+    if attention_mask is not None and _can_split(query, attention_mask, dropout, is_causal, kwargs):
+        return _in_two_parts(query, key, value, scaling), None
     if not _can_fold(query, key, attention_mask, dropout, is_causal, kwargs):
         return pass_on(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     group = heads // kv_heads
@@ -95,6 +98,52 @@ def _can_fold(
     if is_causal is False:
         return False
     return is_plain(dropout, extra)
+
+
+def _can_split(
+    query: torch.Tensor,
+    mask: torch.Tensor,
+    dropout: float,
+    is_causal: bool | None,
+    extra: dict[str, Any],
+) -> bool:
+    """Whether new tokens just follow cached ones: on a GPU, kernels without a mask are the fast ones."""
+    if query.device.type != "cuda" or query.shape[0] != 1 or is_causal is False:
+        return False
+    return is_plain(dropout, extra) and _is_causal_tail(mask)
+
+
+def _is_causal_tail(mask: torch.Tensor) -> bool:
+    """Whether `[1, 1, n, tokens]` lets the last n tokens see all before them; looked at once per mask."""
+    kept: tuple[int, bool] | None = getattr(mask, "_kvboost_tail", None)
+    if kept is not None and kept[0] == mask._version:
+        return kept[1]
+    tokens = mask.shape[2]
+    answer = False
+    if mask.shape[:2] == (1, 1) and tokens < mask.shape[3]:
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        corner = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril_()
+        cached = mask.shape[3] - tokens
+        answer = bool(visible[0, 0, :, :cached].all() & (visible[0, 0, :, cached:] == corner).all())
+    mask._kvboost_tail = (mask._version, answer)  # type: ignore[attr-defined]  # rides along with its mask
+    return answer
+
+
+def _in_two_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """The last n tokens over those before them, folded, and over themselves: `[1, n, heads, head_dim]`."""
+    tokens, head_dim = query.shape[2:]
+    kv_heads = key.shape[1]
+    scale = scaling if scaling is not None else head_dim**-0.5
+    cached = key.shape[2] - tokens
+    own, own_sums = partial_attention(
+        query, key[:, :, cached:], value[:, :, cached:], None, scale, causal=True
+    )
+    folded_query = query.reshape(1, kv_heads, -1, head_dim)
+    seen, sums = partial_attention(folded_query, key[:, :, :cached], value[:, :, :cached], None, scale)
+    out = merged(own, own_sums, seen.reshape(own.shape), sums.reshape(own_sums.shape))
+    return out.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
 
 
 def _fold_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:

@@ -219,7 +219,8 @@ class InferenceEngine:
     ) -> InferenceEngine:
         """Load any Hugging Face decoder-only causal LM that uses RoPE.
 
-        `model_name` is a hub name, a folder, or "builtin". Loading options (`dtype`, `gguf_file`,
+        `model_name` is a hub name, a folder, or "builtin"; "random:8b" and "random:1b" have random weights of
+        that shape, for timing. Loading options (`dtype`, `gguf_file`,
         `revision`, `trust_remote_code`, `attn_implementation`, ...) go to transformers, the rest to
         the constructor.
         """
@@ -227,9 +228,10 @@ class InferenceEngine:
         load_options, engine_options = loading.split_options(kwargs, known)
         device = engine_options.pop("device", None)
         EngineSettings(**engine_options)  # a bad option is said before the model is loaded
-        model, tokenizer = loading.load(model_name, load_options)
+        device = device if device is not None else choose_device()
+        model, tokenizer = loading.load(model_name, load_options, device)
         if "device_map" not in load_options:
-            engine_options["device"] = device if device is not None else choose_device()
+            engine_options["device"] = device
         return cls(model, tokenizer, strict=strict, **engine_options)
 
     # --- requests ----------------------------------------------------------------------------

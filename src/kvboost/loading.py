@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer by hub name, folder, GGUF file or the name `builtin`.
+"""Loading a model and its tokenizer by hub name, folder, GGUF file, or the names `builtin` and `random:...`.
 
 Options that transformers understands go to transformers; the rest is for the engine, and a name
 that neither knows is an error. Knows no cache.
@@ -11,6 +11,7 @@ from typing import Any
 
 from kvboost.embedded import BUILTIN_NAME, ensure_checkpoint
 from kvboost.errors import InvalidRequestError
+from kvboost.random_models import is_random, load_random
 
 _TOKENIZER_OPTIONS = frozenset(
     {"gguf_file", "revision", "trust_remote_code", "token", "cache_dir", "local_files_only", "subfolder"}
@@ -48,8 +49,13 @@ def split_options(
     return loading, engine
 
 
-def load(model_name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Load `(model, tokenizer)`. Remote code runs only if `trust_remote_code=True` is passed."""
+def load(model_name: str, options: Mapping[str, Any], device: Any = "cpu") -> tuple[Any, Any]:
+    """Load `(model, tokenizer)`. Remote code runs only if `trust_remote_code=True` is passed.
+
+    A random model is made on `device`; others are loaded, and moved by whoever asked.
+    """
+    if is_random(model_name):
+        return load_random(model_name, options, device)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = str(ensure_checkpoint()) if model_name == BUILTIN_NAME else model_name

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,12 +23,18 @@ _MAX_ANSWERS = 4_096
 _MARK = "\u2063kvboost{}\u2063"  # stands for an answer while a template is rendered
 
 
-@dataclass(frozen=True)
 class TokenizedPrompt:
-    """`token_ids` `[tokens]` int64, and the text they stand for."""
+    """`token_ids` `[tokens]` int64, and the text they stand for, which is made when it is asked for."""
 
-    token_ids: np.ndarray
-    text: str
+    def __init__(self, token_ids: np.ndarray, text: str | Callable[[], str]) -> None:
+        self.token_ids = token_ids
+        self._text = text
+
+    @property
+    def text(self) -> str:
+        if not isinstance(self._text, str):
+            self._text = self._text()
+        return self._text
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -57,22 +62,23 @@ class PromptReader:
         elif _is_messages(prompt):
             ids, text = self._read_messages(_checked_messages(prompt), salt, warming)
         else:
-            ids = self._checked_ids(prompt)
-            text = ""
-        if not ids or (isinstance(prompt, str) and not prompt):
-            raise InvalidRequestError("the prompt is empty; it needs at least one token")
-        self._check_vocabulary(ids)
-        if not text:
-            text = str(self._tokenizer.decode(ids))
-        return TokenizedPrompt(np.asarray(ids, dtype=np.int64), text)
+            found = self._checked_ids(prompt)
+            self._check(found)
+            return TokenizedPrompt(found, lambda: str(self._tokenizer.decode(found.tolist())))
+        if not text:  # a tokenizer may put special tokens around nothing
+            ids = []
+        tokens = np.asarray(ids, dtype=np.int64)
+        self._check(tokens)
+        return TokenizedPrompt(tokens, text)
 
     def read_continuation(self, prompt: Prompt, tokens: TokenizedPrompt, continuation: Prompt) -> list[int]:
         """The ids of `continuation` (text or ids) behind `prompt`, which reads as `tokens`.
 
         Text is encoded together with the prompt's, where that leaves the prompt's own tokens as they are.
         """
+        ids: list[int]
         if not isinstance(continuation, str):
-            ids = self._checked_ids(continuation)
+            ids = self._checked_ids(continuation).tolist()
         elif isinstance(prompt, str):
             joined = self._encode(prompt + continuation, add_special_tokens=True)
             joined = self._without_trailing_special(joined, prompt + continuation)
@@ -81,9 +87,7 @@ class PromptReader:
             ids = joined[size:] if kept else self._encode(continuation, add_special_tokens=False)
         else:
             ids = self._encode(continuation, add_special_tokens=False)
-        if not ids:
-            raise InvalidRequestError("the continuation is empty; it needs at least one token")
-        self._check_vocabulary(ids)
+        self._check(np.asarray(ids, dtype=np.int64), "continuation")
         return ids
 
     def remember_answer(self, text: str, token_ids: Sequence[int], salt: str) -> None:
@@ -122,20 +126,22 @@ class PromptReader:
             end -= 1
         return ids[:end]
 
-    def _check_vocabulary(self, ids: Sequence[int]) -> None:
-        if max(ids) >= self._vocab_size:
+    def _check(self, ids: np.ndarray, what: str = "prompt") -> None:
+        if not len(ids):
+            raise InvalidRequestError(f"the {what} is empty; it needs at least one token")
+        if (largest := int(ids.max())) >= self._vocab_size:
             raise InvalidRequestError(
-                f"token id {max(ids)} is outside the model's vocabulary (0 to {self._vocab_size - 1}); "
+                f"token id {largest} is outside the model's vocabulary (0 to {self._vocab_size - 1}); "
                 "do tokenizer and model belong together?"
             )
 
-    def _checked_ids(self, prompt: Any) -> list[int]:
+    def _checked_ids(self, prompt: Any) -> np.ndarray:
         try:
             values = np.asarray(prompt)
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(f"a prompt must be text, token ids or messages: {error}") from error
         if values.size == 0:
-            return []
+            return np.zeros(0, dtype=np.int64)
         if values.ndim != 1 or values.dtype.kind not in "iu":
             raise InvalidRequestError(
                 "a prompt must be a string, a flat list of integer token ids, or a list of "
@@ -145,8 +151,7 @@ class PromptReader:
             raise InvalidRequestError(
                 f"token id {values.min()} is outside the model's vocabulary (0 to {self._vocab_size - 1})"
             )
-        ids: list[int] = values.tolist()
-        return ids
+        return values.astype(np.int64)
 
     # --- chats -------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvboost.attention import is_plain, pass_on
+from kvboost.partial_attention import merge, partial_attention
 
 _WINDOW_QUERIES = 512  # per mask of a sliding window
 
@@ -147,8 +148,6 @@ class RowPattern:
         first, last = self._starts[index], self._starts[index + 1]
         query, (key, value) = layer.query[:, :, first:last], layer.slots(feed.own.start, feed.own.length)
         if feed.first == 0 and (layer.window is None or feed.own.length <= layer.window):
-            # The stock causal kernel wants as many heads on both sides; what is repeated for it is short.
-            key, value = (part.repeat_interleave(layer.group, 1) for part in (key, value))
             layer.set(first, last, *partial_attention(query, key, value, None, layer.scale, causal=True))
             return
         for start, end in _blocks(0, feed.tokens):
@@ -287,9 +286,7 @@ class _Layer:
         """A further part of them, over other keys."""
         part = part.reshape(len(self.out), last - first, -1)
         sums = sums.reshape(len(self.out), last - first)
-        total = torch.logaddexp(self.weight[:, first:last], sums)
-        self.out[:, first:last].lerp_(part.float(), (sums - total).exp_().unsqueeze(-1))
-        self.weight[:, first:last] = total
+        merge(self.out[:, first:last], self.weight[:, first:last], part, sums)
 
 
 def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -322,63 +319,3 @@ def _visible(queries: np.ndarray, keys: np.ndarray, window: int | None) -> np.nd
     if window is not None:
         seen &= keys > queries[:, None] - window
     return np.asarray(seen)
-
-
-# --- attention in parts ----------------------------------------------------------------------
-
-
-def partial_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    *,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `[batch, heads, n, head_dim]`, and per query the log of its sum of exponentials.
-
-    Returns `[batch, heads, n, head_dim]` and float32 `[batch, heads, n]`.
-    """
-    same_size = query.shape[3] == value.shape[3]
-    if query.device.type == "cpu" and same_size and query.dtype in (torch.float32, torch.bfloat16):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-        )
-    if query.device.type == "cuda" and same_size and mask is None:
-        return _partial_on_gpu(query, key, value, scale, causal)
-    return _partial_by_hand(query, key, value, mask, scale, causal)
-
-
-def _partial_on_gpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = query.shape[2]
-    if query.dtype in (torch.float16, torch.bfloat16):
-        out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, False, scale=scale
-        )
-    else:
-        out, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=scale
-        )
-    return out, sums[:, :, :tokens]
-
-
-def _partial_by_hand(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.matmul(query, key.transpose(2, 3)).float() * scale
-    if mask is not None:
-        scores += mask
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores.masked_fill_(future, torch.finfo(scores.dtype).min)
-    sums = scores.logsumexp(-1)
-    weights = (scores - sums.unsqueeze(-1)).exp_().to(value.dtype)
-    return torch.matmul(weights, value), sums

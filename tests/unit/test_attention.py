@@ -254,3 +254,38 @@ def test_a_model_is_restored_after_an_error(make_llama: Any) -> None:
 
 def test_only_sdpa_models_engage(make_llama: Any) -> None:
     assert not can_engage(make_llama(attn_implementation="eager"))
+
+
+# --- two parts, as on a GPU ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("new", "cached"), [(1, 5), (4, 7), (30, 3), (64, 100)])
+def test_two_parts_give_what_one_gives(new: int, cached: int, dtype: torch.dtype) -> None:
+    call = Call(new=new, cached=cached, dtype=dtype)
+    got = attention._in_two_parts(call.query, call.key, call.value, None)
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(got.float(), call.both(call.mask)[1].float(), rtol=0, atol=tolerance)
+
+
+def test_only_a_plain_causal_tail_is_split() -> None:
+    mask = Call(new=4, cached=7).mask
+    assert attention._is_causal_tail(mask)
+    additive = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+    assert attention._is_causal_tail(additive)
+    for at in ((0, 0, 0, 0), (0, 0, 3, 6), (0, 0, 2, 8)):  # padding, a window, a token that is hidden
+        other = mask.clone()
+        other[at] = False
+        assert not attention._is_causal_tail(other)
+    ahead = mask.clone()
+    ahead[0, 0, 0, 10] = True
+    assert not attention._is_causal_tail(ahead)
+    assert not attention._is_causal_tail(mask.expand(2, 1, 4, 11).clone())
+    assert not attention._is_causal_tail(mask[..., 7:].clone())  # nothing is cached
+
+
+def test_a_mask_that_was_changed_is_looked_at_again() -> None:
+    mask = Call(new=4, cached=7).mask.clone()
+    assert attention._is_causal_tail(mask)
+    mask[0, 0, 0, 0] = False
+    assert not attention._is_causal_tail(mask)

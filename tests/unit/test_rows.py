@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvboost import decode, row_attention, rows
 from kvboost.arena import Arena, probe_layout
-from kvboost.row_attention import partial_attention
+from kvboost.partial_attention import partial_attention
 from kvboost.rows import Extension, Segment, extend
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
@@ -189,6 +189,17 @@ def test_attention_in_parts_equals_the_whole(dtype: torch.dtype, causal: bool, m
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     assert torch.allclose(sums, scores.logsumexp(-1), atol=tolerance)
     assert torch.allclose(part.float(), scores.softmax(-1) @ value.float(), atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_share_heads(causal: bool) -> None:
+    torch.manual_seed(1)
+    query, key, value = torch.randn(1, 6, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
+    part, sums = partial_attention(query, key, value, None, 0.25, causal=causal)
+    wide = partial_attention(
+        query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), None, 0.25, causal=causal
+    )
+    torch.testing.assert_close((part, sums), tuple(wide))
 
 
 def _model() -> Any:

@@ -166,6 +166,8 @@ def run(
                 continue
             report(max(number, 0), settings.rounds, name.replace("_", " "))
             contestants.settle()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             started = time.perf_counter()
             answers[name] = getattr(contestants, name)(asked)
             if number >= 0:

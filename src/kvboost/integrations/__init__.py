@@ -1,0 +1,1 @@
+"""Adapters for other programs, one module each. Nothing here is imported by kvboost itself."""
