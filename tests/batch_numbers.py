@@ -1,4 +1,4 @@
-"""The numbers of docs/batches.md and docs/evaluation.md, and the README's line on them, from the result files.
+"""The numbers of docs/batches.md, docs/evaluation.md and the README's line on them, from the result files.
 
 `python -m tests.batch_numbers` prints them; a test compares them with the documents.
 """
@@ -44,8 +44,8 @@ def memory_line(name: str = "batch-cpu") -> str:
 def proof_line() -> str:
     found = record("proof-batch")["summary"]
     return (
-        f"{found['same_tokens']} of {found['prompts']} prompts with {found['shared_tokens']:,} shared tokens gave "
-        f"BASELINE's {found['new_tokens']} tokens"
+        f"{found['same_tokens']} of {found['prompts']} prompts with {found['shared_tokens']:,} shared tokens "
+        f"gave BASELINE's {found['new_tokens']} tokens"
     )
 
 
@@ -63,17 +63,17 @@ def evaluation_line() -> str:
     found = record("evaluation-cpu")
     settings, results = found["settings"], found["results"]
     return (
-        f"{settings['questions']} questions of four choices each, {settings['shots']} examples before every question, "
-        f"lm_eval {found['versions']['lm_eval']}; the {results['requests']} log-likelihoods differ by at most "
-        f"{results['largest_difference']:.0e}"
+        f"{settings['questions']} questions of four choices each, {settings['shots']} examples before every "
+        f"question, lm_eval {found['versions']['lm_eval']}; the {results['requests']} log-likelihoods differ by "
+        f"at most {results['largest_difference']:.0e}"
     )
 
 
 def readme_line() -> str:
     ratios = record("batch-cpu")["ratios"]
     return (
-        f"`generate_many` answers {ratios['throughput_over_hugging_face']:.0f} x as many prompts per second as Hugging "
-        f"Face's own padded batches, and {ratios['throughput_over_one_by_one']:.1f} x as many as one by one"
+        f"`generate_many` answers {ratios['throughput_over_hugging_face']:.0f} x as many prompts per second as "
+        f"Hugging Face's own padded batches, and {ratios['throughput_over_one_by_one']:.1f} x as many as one by one"
     )
 
 
