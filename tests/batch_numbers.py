@@ -62,18 +62,20 @@ def evaluation_table() -> str:
 def evaluation_line() -> str:
     found = record("evaluation-cpu")
     settings, results = found["settings"], found["results"]
+    version, largest = found["versions"]["lm_eval"], results["largest_difference"]
     return (
         f"{settings['questions']} questions of four choices each, {settings['shots']} examples before every "
-        f"question, lm_eval {found['versions']['lm_eval']}; the {results['requests']} log-likelihoods differ by "
-        f"at most {results['largest_difference']:.0e}"
+        f"question, lm_eval {version}; the {results['requests']} log-likelihoods differ by at most "
+        f"{largest:.0e}"
     )
 
 
 def readme_line() -> str:
     ratios = record("batch-cpu")["ratios"]
+    batches, singly = ratios["throughput_over_hugging_face"], ratios["throughput_over_one_by_one"]
     return (
-        f"`generate_many` answers {ratios['throughput_over_hugging_face']:.0f} x as many prompts per second as "
-        f"Hugging Face's own padded batches, and {ratios['throughput_over_one_by_one']:.1f} x as many as one by one"
+        f"`generate_many` answers {batches:.0f} x as many prompts per second as Hugging Face's own padded "
+        f"batches, and {singly:.1f} x as many as one by one"
     )
 
 

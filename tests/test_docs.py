@@ -19,16 +19,17 @@ README = (ROOT / "README.md").read_text()
 def test_readme_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    expected = re.search(r"prints\n\n```text\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
-    assert expected is not None
+    expected = re.findall(r"prints\n\n```text\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 3
+    assert len(expected) == 2
     scope: dict[str, object] = {}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(blocks[0], "README.md", "exec"), scope)
-    assert printed.getvalue() == expected.group(1)
+    for block, output in zip(blocks, expected, strict=False):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, "README.md", "exec"), scope if block is blocks[0] else {})
+        assert printed.getvalue() == output
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(blocks[1], "README.md", "exec"), scope)
+        exec(compile(blocks[2], "README.md", "exec"), scope)
     engine = scope["engine"]
     engine.cache_manager.check_integrity()  # type: ignore[attr-defined]
     assert (tmp_path / "my-cache" / "cache.json").is_file()
