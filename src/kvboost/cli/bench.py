@@ -20,6 +20,7 @@ from kvboost.cli.bench_compare import compare
 from kvboost.cli.bench_disk import disk
 from kvboost.cli.bench_encoding import encoding
 from kvboost.cli.bench_evaluation import evaluation
+from kvboost.cli.bench_peers import peers
 from kvboost.cli.bench_quant import quant
 from kvboost.cli.bench_reuse import quality, rag
 from kvboost.cli.bench_store import eviction, lookup
@@ -51,6 +52,7 @@ bench.add_command(batch)
 bench.add_command(chat)
 bench.add_command(compare)
 bench.add_command(evaluation)
+bench.add_command(peers)
 
 
 @bench.command()
