@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import batch_numbers, disk_numbers, quant_numbers, readme_numbers, reuse_numbers
+from tests import batch_numbers, disk_numbers, peers_numbers, quant_numbers, readme_numbers, reuse_numbers
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -78,6 +78,14 @@ def test_numbers_of_batches_are_those_of_the_result_files() -> None:
         assert " ".join(part().split()) in evaluation
     assert reuse_numbers.machine("evaluation-cpu") in evaluation
     assert batch_numbers.readme_line() in README
+
+
+def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
+    document = (ROOT / "docs" / "performance.md").read_text()
+    for part in peers_numbers.PARTS:
+        assert part() in document, part.__name__
+    assert reuse_numbers.machine("peers-cpu") in document
+    assert peers_numbers.peers_table() in README
 
 
 @pytest.mark.parametrize(
