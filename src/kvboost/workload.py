@@ -8,6 +8,7 @@ not how they are made.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -97,13 +98,18 @@ class Workload(Generic[R, Result]):
                 yield self._run_alone(request)
 
     def _run_together(self, requests: Sequence[R]) -> Iterator[Outcome[Result]]:
-        """Outcomes of a batch, as far as it gets; what is left then may run alone."""
+        """Outcomes of a batch, as far as it gets; what is left then may run alone, with a warning."""
         if not requests:
             return
         try:
             yield from self._together(requests)
-        except Exception:  # out of memory, mostly: a single request needs less, or says what is wrong
-            return
+        except Exception as error:  # out of memory, mostly: one request needs less, or says what is wrong
+            warnings.warn(
+                f"a batch of {len(requests)} prompts failed ({type(error).__name__}: {error}); those "
+                "without an answer run one by one. A smaller max_batch_tokens may help",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _run_alone(self, request: R) -> Outcome[Result]:
         try:

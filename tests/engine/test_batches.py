@@ -538,7 +538,8 @@ def test_a_batch_that_runs_out_of_memory_is_finished_one_by_one(
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(engine.model, "forward", failing)
-    results = engine.generate_batch(prompts, max_new_tokens=6)
+    with pytest.warns(RuntimeWarning, match=r"a batch of 6 prompts failed \(RuntimeError: out of memory\)"):
+        results = engine.generate_batch(prompts, max_new_tokens=6)
     assert [result.token_ids for result in results] == expected
     assert left[0] < 0
     check_accounts(results, prompts)
