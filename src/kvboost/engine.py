@@ -23,7 +23,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from kvboost import calibration, decode, loading, repair, rope, row_decode, rows, snapshot, verify, workload
+from kvboost import (
+    calibration,
+    decode,
+    linears,
+    loading,
+    repair,
+    rope,
+    row_decode,
+    rows,
+    snapshot,
+    verify,
+    workload,
+)
 from kvboost.approximation import Approximation
 from kvboost.arena import Arena, probe_layout
 from kvboost.attention import QueryPattern
@@ -98,6 +110,7 @@ class InferenceEngine:
         bit_exact: bool = False,
         cache_salt: str = "",
         prefill_block: int | None = None,
+        pack_weights: bool | None = None,
         strict: bool = True,
     ) -> None:
         settings = EngineSettings(
@@ -119,6 +132,7 @@ class InferenceEngine:
             bit_exact=bit_exact,
             cache_salt=cache_salt,
             prefill_block=prefill_block,
+            pack_weights=pack_weights,
         )
         check_model_compatibility(model, strict=strict)
         if (reason := structural_refusal(model)) is not None:
@@ -139,6 +153,8 @@ class InferenceEngine:
         self._block = settings.block
         with decode.model_lock(model):
             self.layout = probe_layout(model)
+            if not bit_exact:
+                linears.pack(model, pack_weights)
             check_exactness(model, self.layout)
             self._can_run_rows = rows.can_run(model, Arena(self.layout, 1))
             self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
@@ -740,6 +756,7 @@ class InferenceEngine:
         stats = {
             **self.cache_manager.stats(),
             "workspace_bytes": self._workspace.nbytes,
+            "packed_weights_bytes": linears.packed_bytes(self.model),
             "batches": dataclasses.asdict(self._rows.counts),
         }
         return stats if self._disk is None else {**stats, "disk": self._disk.stats()}

@@ -46,6 +46,7 @@ class EngineSettings:
     bit_exact: bool = False
     cache_salt: str = ""
     prefill_block: int | None = None
+    pack_weights: bool | None = None
 
     def __post_init__(self) -> None:
         choice(RecomputeStrategy, "recompute_strategy", self.recompute_strategy)
@@ -56,6 +57,8 @@ class EngineSettings:
         self._at_least("max_chunks", 0, or_none=True)
         self._at_least("max_cache_bytes", 0, or_none=True)
         self._at_least("prefill_block", 1, or_none=True)
+        if self.pack_weights not in (True, False, None):
+            raise InvalidRequestError(f"pack_weights must be True, False or None, got {self.pack_weights!r}")
         self._check_repair()
         if self.kv_cache_bits is not None and not is_width(self.kv_cache_bits):
             raise InvalidRequestError(

@@ -112,6 +112,7 @@ OPTIONS: Parameters = {  # keyword-only parameters of the constructor
     "bit_exact": False,
     "cache_salt": "",
     "prefill_block": None,
+    "pack_weights": None,
 }
 
 VALUES: tuple[tuple[str, Any], ...] = (  # values that the constructor takes
@@ -130,6 +131,7 @@ VALUES: tuple[tuple[str, Any], ...] = (  # values that the constructor takes
     ("recompute_strategy", models.RecomputeStrategy.NONE),
     ("cache_device", "model"),
     ("prefill_block", 16),
+    ("pack_weights", False),
     ("bit_exact", True),
     ("device", "cpu"),
 )

@@ -71,6 +71,7 @@ def test_bad_requests(
         ({"kv_cache_bits": 3}, ["kv_cache_bits", "3"]),
         ({"cache_device": "moon"}, ["cache_device", "moon"]),
         ({"prefill_block": 0}, ["prefill_block", "0"]),
+        ({"pack_weights": "yes"}, ["pack_weights", "yes"]),
         ({"chunk_boundary_window": 16}, ["chunk_boundary_window", "16"]),
         ({"bit_exact": True, "chunk_boundary_window": 4}, ["bit_exact", "chunk_boundary_window"]),
     ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from kvboost import linears
+from kvboost import KVBoost, linears
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 5), (1, 64), (1, 65), (3, 40)])
@@ -43,3 +46,71 @@ def test_switched_off_where_the_operator_is_wrong(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *_args: torch.zeros(3, 24))
     assert linears._onednn_linear() is None
     linears._onednn_linear.cache_clear()
+
+
+class TestPacking:
+    """Weights in oneDNN's order: the same numbers, and never those of weights that changed since."""
+
+    @staticmethod
+    def outputs(model: torch.nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            expected = model(rows)
+            with linears.faster(model):
+                return model(rows), expected
+
+    @pytest.mark.parametrize("rows", [1, 2, 16, 65, 300, 1025])
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_same_numbers(self, rows: int, bias: bool) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(48, 33, bias=bias), torch.nn.Linear(33, 7, bias=bias))
+        linears.pack(model)
+        assert linears.packed_bytes(model) == 4 * (48 * 33 + 33 * 7)
+        result, expected = self.outputs(model, torch.randn(1, rows, 48))
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("change", ["in place", "through .data", "replaced", "as adapters merge"])
+    def test_changed_weights_are_seen(self, change: str) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(48, 33))
+        layer = model[0]
+        linears.pack(model)
+        before, _ = self.outputs(model, torch.ones(1, 48))
+        with torch.no_grad():
+            if change == "in place":
+                layer.weight.mul_(2)
+            elif change == "through .data":
+                layer.weight.data.mul_(2)
+            elif change == "replaced":
+                layer.weight = torch.nn.Parameter(layer.weight * 2)
+            else:
+                layer.weight.data += torch.randn(33, 2) @ torch.randn(2, 48)
+        after, expected = self.outputs(model, torch.ones(1, 48))
+        torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(after, before)
+
+    def test_only_where_memory_allows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        monkeypatch.setattr(linears, "_memory_bytes", lambda: 8 * 64 * 64 * 4 - 1)
+        linears.pack(model)
+        assert linears.packed_bytes(model) == 0
+        linears.pack(model, wanted=True)
+        assert linears.packed_bytes(model) == 64 * 64 * 4
+        other = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        linears.pack(other, wanted=False)
+        assert linears.packed_bytes(other) == 0
+
+    def test_copies_go_with_the_model(self) -> None:
+        gc.collect()
+        count = len(linears._PACKS)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        linears.pack(model)
+        assert len(linears._PACKS) == count + 1
+        del model
+        gc.collect()
+        assert len(linears._PACKS) == count
+
+    def test_the_engine_counts_them(self, make_engine: Callable[..., KVBoost]) -> None:
+        packed = make_engine("llama")
+        assert packed.cache_stats()["packed_weights_bytes"] > 0
+        assert make_engine("llama", bit_exact=True).cache_stats()["packed_weights_bytes"] == 0
+        assert make_engine("llama", pack_weights=False).cache_stats()["packed_weights_bytes"] == 0

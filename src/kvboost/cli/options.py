@@ -43,7 +43,7 @@ class Flag:
     @property
     def spelling(self) -> str:
         dashed = "--" + self.name.replace("_", "-")
-        return f"{dashed}/--no-{dashed[2:]}" if self.kind is bool and self.default else dashed
+        return f"{dashed}/--no-{dashed[2:]}" if self.kind is bool and self.default is not False else dashed
 
     @property
     def metavar(self) -> str | None:
@@ -134,6 +134,13 @@ ENGINE_FLAGS = (
     Flag("bit_exact", bool, False, "Make warm and cold logits equal to the last bit."),
     Flag("cache_salt", str, "", "Only requests with the same salt share cached text.", "empty"),
     Flag("prefill_block", count_or_none, None, "Tokens per forward of a long prefill.", "as memory allows"),
+    Flag(
+        "pack_weights",
+        bool,
+        None,
+        "Keep a copy of float32 weights in the order that a CPU reads fastest.",
+        "where memory allows",
+    ),
     Flag("device", str, None, 'Where the model runs: "cpu", "cuda", "cuda:1", "mps".', "the best there is"),
     Flag("strict", bool, True, "Refuse architectures that are known not to work, or only warn."),
 )
