@@ -18,7 +18,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvboost.bench import peers
-from kvboost.bench.peers import PeerFailedError, PeerProcess, PeerSettings
+from kvboost.bench.peer_process import PeerFailedError, PeerProcess, reason_not_there
+from kvboost.bench.peers import PeerSettings
 from kvboost.cli import bench_peers
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -151,8 +152,15 @@ def test_peers_good_and_bad_in_one_run(
             assert found["first_token_kl"] < 1e-6
     assert second["contestants"]["text"]["reported_ttft_ms"]["median"] == 0.5
     assert second["contestants"]["good"]["reported_ttft_ms"] is None
-    assert list(record["reordered"]["contestants"]) == ["plain", "kvboost", "text"]
-    assert record["reordered"]["contestants"]["kvboost"]["reused_tokens"] > 100
+    reordered = record["reordered"]["contestants"]
+    ours = [f"{selector} {share}" for selector in ("guided", "deviation") for share in ("5%", "15%", "30%")]
+    assert set(reordered) == {"plain", *ours, "text"}
+    assert all(reordered[name]["reused_tokens"] > 100 for name in ours)
+    assert all(reordered[name]["first_token_kl"] is not None for name in ours)
+    for item in record["lengths"]:
+        profile = dict(item["kvboost_profile"])
+        assert all(time > 0 for time in profile.values()), profile
+        assert sum(profile.values()) == pytest.approx(2 * profile["ttft_ms"], rel=0.01)
     assert record["prompts"] == record["prompts_that_read_back"] == 9  # 2 x (1 + 2 + 1) + 1
     assert record["peers"]["good"]["note"] == "1 threads"
     assert record["peers"]["good"]["versions"]["python"]
@@ -265,7 +273,7 @@ def test_what_cannot_be_installed_is_noted_and_no_error(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": "false"}
     done = subprocess.run([*script, "llama_cpp"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0
-    reason = peers.reason_not_there(tmp_path / "peers" / "llama_cpp")
+    reason = reason_not_there(tmp_path / "peers" / "llama_cpp")
     assert reason is not None
     assert reason.startswith("cannot be installed:")
     assert reason in done.stdout

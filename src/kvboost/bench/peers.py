@@ -8,25 +8,16 @@ listed with the reason. Knows no terminal.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
-import json
-import os
-import queue
 import random
-import signal
 import statistics
-import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 
 from kvboost.bench.contestants import (
@@ -37,12 +28,14 @@ from kvboost.bench.contestants import (
     Plain,
     engine_answer,
 )
+from kvboost.bench.peer_process import Participant, PeerFailedError, PeerProcess, Turn, reason_not_there
 from kvboost.bench.prefix import spread_rounds
 from kvboost.bench.record import machine_record
 from kvboost.bench.text import TextSource
 from kvboost.bench.timing import Answer, Stamps, spread, timed
 from kvboost.embedded import BUILTIN_NAME, ensure_checkpoint, find_gguf
 from kvboost.engine import InferenceEngine
+from kvboost.settings import SELECTORS
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
@@ -54,6 +47,10 @@ LOCAL = {
     "kvboost_copied": "  copied",
 }
 OURS = ("kvboost", "kvboost_copied")
+_KINDS = {  # of work, by what is in the name of an operator
+    "linear_layers": ("linear", "addmm", "::mm", "::matmul"),
+    "attention": ("attention",),
+}
 NOT_PYTHON = ("llama_cpp",)
 LONG_TOKENS = 4_096  # from here on the stricter targets hold
 MAX_OVER_PYTHON = 1.0
@@ -61,8 +58,6 @@ MAX_OVER_NATIVE = 1.25
 MAX_OVER_BEST = 1.5
 _TRIES = 40  # tails drawn until one reads back
 _SPARE_TOKENS = 64
-_LAST_WORDS = 300  # characters of a dead peer's log
-_CLOSING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,34 +70,14 @@ class PeerSettings:
     new_tokens: int = 16
     tail_tokens: int = 20
     quality_prompts: int = 2  # per length, answered by all, not timed
-    reordered: int = 3  # prompts of known documents in another order
+    reordered: int = 6  # prompts of known documents in another order
+    ratios: tuple[float, ...] = (0.05, 0.15, 0.3)  # shares of them that our selectors compute again
+    profiled: int = 3  # requests of ours per length whose time is taken apart
     documents: int = 8
     document_tokens: int = 512
     pause_s: float = 0.3  # before every turn: the threads of the one before may still spin
     deadline_s: float = 600.0  # for one request to a peer
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What came of one prompt. A peer without token ids gives its text."""
-
-    ttft_ms: float
-    decode_tokens_per_s: float | None
-    token_ids: list[int] | None
-    text: str | None = None
-    reused_tokens: int | None = None
-    reported_ttft_ms: float | None = None  # what the peer itself calls the time to the first token
-    logits: torch.Tensor | None = None  # of the first token, `[vocab]`
-
-
-class Participant(Protocol):
-    """Answers prompts, here or in another process."""
-
-    name: str
-
-    def turn(self, prompt: list[int], new_tokens: int, *, distribution: bool = False) -> Turn:
-        """Continue `prompt` greedily by exactly `new_tokens`."""
 
 
 def run(
@@ -135,140 +110,6 @@ def run(
         "reordered": reordered,
         "targets": targets(lengths),
     }
-
-
-# --- peers ---------------------------------------------------------------------------------------
-
-
-class PeerFailedError(Exception):
-    """A peer that cannot go on; the message is the reason."""
-
-
-class PeerProcess:
-    """A peer's process. All that can go wrong with it is a PeerFailedError; past a deadline it is killed."""
-
-    def __init__(self, folder: Path, tokenizer: Any, *, threads: int, deadline_s: float) -> None:
-        """Start what `folder/peer.json` names: its label, interpreter, worker script and environment."""
-        found = json.loads((folder / "peer.json").read_text())
-        self.name = folder.name
-        self.label: str = found["label"]
-        self.description: dict[str, Any] = {}
-        self._tokenizer = tokenizer
-        self._threads = threads
-        self._deadline_s = deadline_s
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONNOUSERSITE": "1"}
-        self._log: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [folder / found["python"], folder / found["worker"]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=folder,
-            env=environment | found.get("environment", {}),
-            start_new_session=True,  # so that it goes with all its children
-        )
-        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def load(self, model: str, gguf: str | None, context_tokens: int) -> None:
-        """Let it load the model; `description` is what it says about itself."""
-        started = time.perf_counter()
-        self.description = self._ask(
-            "load", model=model, gguf=gguf, context_tokens=context_tokens, threads=self._threads
-        )
-        self.description["load_s"] = round(time.perf_counter() - started, 1)
-
-    def warm(self, token_ids: list[int]) -> None:
-        self._ask("warm", token_ids=token_ids, text=self._tokenizer.decode(token_ids))
-
-    def turn(self, prompt: list[int], new_tokens: int, *, distribution: bool = False) -> Turn:
-        text = self._tokenizer.decode(prompt)
-        self._ask("settle")
-        said = self._ask(
-            "answer", token_ids=prompt, text=text, new_tokens=new_tokens, distribution=distribution
-        )
-        decoding_ms = said["total_ms"] - said["ttft_ms"]
-        packed = said.get("logits")
-        return Turn(
-            ttft_ms=said["ttft_ms"],
-            decode_tokens_per_s=(new_tokens - 1) * 1e3 / decoding_ms if decoding_ms > 0 else None,
-            token_ids=said.get("token_ids"),
-            text=said.get("text"),
-            reused_tokens=said.get("reused_tokens"),
-            reported_ttft_ms=said.get("reported_ttft_ms"),
-            logits=_unpacked(packed) if packed else None,
-        )
-
-    def close(self) -> None:
-        """Ask it to end, and see that it does."""
-        with contextlib.suppress(PeerFailedError):
-            if self._process.poll() is None:
-                self._ask("close", deadline_s=_CLOSING_S)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_CLOSING_S)
-        self._kill()
-        self._log.close()
-
-    def _ask(self, operation: str, *, deadline_s: float | None = None, **values: Any) -> dict[str, Any]:
-        """Send a request and wait for its reply."""
-        deadline_s = deadline_s or self._deadline_s
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"op": operation, **values}) + "\n")
-            self._process.stdin.flush()
-            line = self._replies.get(timeout=deadline_s)
-        except (OSError, ValueError):  # a broken pipe, or one that was closed when it was killed
-            line = ""
-        except queue.Empty:
-            self._kill()
-            raise PeerFailedError(f"{operation}: no reply in {deadline_s:g} s") from None
-        if not line:
-            code = self._process.wait()
-            raise PeerFailedError(f"{operation}: ended with exit code {code}{self._last_words()}")
-        try:
-            reply: dict[str, Any] = json.loads(line)
-        except ValueError:
-            self._kill()
-            raise PeerFailedError(f"{operation}: a reply that is no JSON: {line[:80]!r}") from None
-        if "error" in reply:
-            raise PeerFailedError(f"{operation}: {' '.join(reply['error'].split())}"[:_LAST_WORDS])
-        return reply
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._replies.put(line)
-        self._replies.put("")
-
-    def _last_words(self) -> str:
-        """The last line of its log."""
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log if line.strip()]
-        return f" ({lines[-1][:_LAST_WORDS]})" if lines else ""
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-
-def reason_not_there(folder: Path) -> str | None:
-    """Why the peer in `folder` cannot be started; None where it can."""
-    if (folder / "peer.json").is_file():
-        return None
-    note = folder / "unavailable.txt"
-    return " ".join(note.read_text().split()) if note.is_file() else "not set up; run make peers"
-
-
-def _unpacked(packed: str) -> torch.Tensor:
-    """`[vocab]` from base64 of little-endian float32."""
-    return torch.from_numpy(np.frombuffer(base64.b64decode(packed), dtype="<f4").astype(np.float32))
 
 
 # --- those that run here -------------------------------------------------------------------------
@@ -304,10 +145,15 @@ class Local:
 class Reordering:
     """kvboost with approximate reuse: documents are found wherever they stand."""
 
-    name = "kvboost"
+    def __init__(self, engine: InferenceEngine, selector: str, ratio: float) -> None:
+        self.name = f"{selector} {ratio:.0%}"
+        self.about = {"label": f"kvboost, {self.name}", "selector": selector, "ratio": ratio}
+        self._engine = engine.reopened(
+            recompute_strategy="cacheblend", selector=selector, recompute_ratio=ratio, max_kl=None
+        )
 
-    def __init__(self, engine: InferenceEngine) -> None:
-        self._engine = engine
+    def warm(self, document: list[int]) -> None:
+        self._engine.warm(document)
 
     def settle(self) -> None:
         """Nothing to do."""
@@ -476,7 +322,19 @@ class _Bench:
                 for name, of_one in turns.items()
                 if of_one
             },
+            "kvboost_profile": self._profile(prefix) if settings.profiled else None,
         }
+
+    def _profile(self, prefix: list[int]) -> dict[str, Any]:
+        """Where the time to the first token goes, as means of some requests under torch's profiler."""
+        found = []
+        for _ in range(self._settings.profiled):
+            prompt = self.prompts.behind(prefix)
+            self._engine.warm(prefix)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                result = self._engine.generate(prompt, 1, "prefix_cache")
+            found.append(_parts_of(profiler.key_averages(), result.ttft_ms))
+        return {name: round(statistics.fmean(one[name] for one in found), 2) for name in found[0]}
 
     def measure_reordered(self) -> dict[str, Any]:
         """Known documents in an order nobody has seen, for those that reuse text anywhere.
@@ -486,23 +344,29 @@ class _Bench:
         settings = self._settings
         model = self._engine.model
         rounds = []
+        ours = [
+            Reordering(self._engine, selector, ratio)
+            for selector in SELECTORS
+            for ratio in sorted(settings.ratios)
+        ]
+        self.described |= {one.name: {**one.about, "python_peer": False} for one in ours}
         for number in range(settings.reordered):
             self._step(f"documents in another order: {number + 1} of {settings.reordered}")
-            taking_part: list[Participant] = [
-                Local(Plain(model), model),
-                Local(Reordering(self._engine), model),
-            ]
             able = [peer for peer in self._peers.values() if peer.description.get("approximate")]
             documents = self.prompts.documents()
             for document in documents:
-                self._engine.warm(document)
+                for one in ours:
+                    one.warm(document)
                 for peer in able:
                     with self._dropping(peer):
                         peer.warm(document)
+            taking_part: list[Participant] = [Local(Plain(model), model)]
+            taking_part += [Local(one, model) for one in ours]
             taking_part += [peer for peer in able if peer.name in self._peers]
+            taking_part = taking_part[number % len(taking_part) :] + taking_part[: number % len(taking_part)]
             prompt = self.prompts.in_another_order(documents)
             rounds.append(self._answers(taking_part, prompt, settings.new_tokens, distribution=True))
-        by_name: dict[str, dict[int, Turn]] = {}
+        by_name: dict[str, dict[int, Turn]] = {Plain.name: {}}  # plain comes first
         for number, turns in enumerate(rounds):
             for name, turn in turns.items():
                 by_name.setdefault(name, {})[number] = turn
@@ -592,6 +456,16 @@ def _quality_of(name: str, rounds: Sequence[dict[str, Turn]]) -> dict[str, Any]:
         "first_token_same": same,
         "first_token_prompts": len(found),
     }
+
+
+def _parts_of(events: Any, ttft_ms: float) -> dict[str, float]:
+    """Milliseconds of a request by kind of work; what no operator accounts for is Python's."""
+    parts = {"linear_layers": 0.0, "attention": 0.0, "other_operators": 0.0}
+    for event in events:
+        if event.key.startswith(("aten::", "mkldnn::")):
+            kinds = (kind for kind, words in _KINDS.items() if any(word in event.key for word in words))
+            parts[next(kinds, "other_operators")] += event.self_cpu_time_total / 1e3
+    return {"ttft_ms": ttft_ms, **parts, "python": max(0.0, ttft_ms - sum(parts.values()))}
 
 
 def targets(lengths: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

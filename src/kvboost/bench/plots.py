@@ -125,6 +125,41 @@ def plot_first_tokens(record: dict[str, Any], folder: Path) -> list[Path]:
     return _save(figure, record, folder)
 
 
+def plot_reordered(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Documents in another order: error of the first token against its speed-up, ours beside others."""
+    figure, axes = _figure(7.2, 4.6)
+    reordered = record["reordered"]
+    contestants = reordered["contestants"]
+    plain_ms = contestants["plain"]["ttft_ms"]["median"]
+    lines: dict[str, list[tuple[float, float, str]]] = {}
+    for name, found in contestants.items():
+        if found["first_token_kl"]:  # plain has none, and zero has no logarithm
+            about = record["peers"][name]
+            line = f"kvboost, {about['selector']}" if "selector" in about else about["label"]
+            text = f"{about['ratio']:.0%}" if "ratio" in about else ""
+            point = (plain_ms / found["ttft_ms"]["median"], found["first_token_kl"], text)
+            lines.setdefault(line, []).append(point)
+    for line, points in lines.items():
+        colour = _COLOURS.get(line.split()[-1], _COLOURS["nothing"])
+        x, y, _ = zip(*points, strict=True)
+        axes.plot(x, y, marker="o", markersize=5, color=colour, label=line)
+        for speedup, error, text in points:
+            axes.annotate(
+                text, (speedup, error), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour
+            )
+    axes.axvline(1.0, color="#8d8d8d", linewidth=0.8, linestyle="--", label="full prefill, no error")
+    axes.set_xlim(left=0)
+    axes.set_yscale("log")
+    axes.set_xlabel("speed-up of the first token over full prefill")
+    axes.set_ylabel("mean KL of the first token, nats (lower is better)")
+    prompts = record["settings"]["reordered"]
+    what = f"{prompts} prompts of {reordered['documents']} documents in another order"
+    axes.set_title(_title(record, what), loc="left", fontsize=8)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    return _save(figure, record, folder)
+
+
 def plot_bytes(record: dict[str, Any], folder: Path) -> list[Path]:
     """Bytes against error: a point per way to quantize, the engine's own widths named large."""
     figure, axes = _figure(7.2, 4.6)

@@ -48,7 +48,7 @@ COMPARED = ("max_chunks",)
 @click.option(
     "--reordered",
     type=click.IntRange(min=0),
-    default=3,
+    default=6,
     show_default=True,
     help="Prompts of known documents in another order.",
 )
@@ -71,8 +71,11 @@ COMPARED = ("max_chunks",)
 @click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of documents.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Also write the JSON and a plot (SVG and PNG) into this folder.",
 )
+@click.option("--plot/--no-plot", default=True, show_default=True, help="With --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON.")
 @engine_options
 def peers(
@@ -89,6 +92,7 @@ def peers(
     model: str,
     seed: int,
     out: Path | None,
+    plot: bool,
     as_json: bool,
     engine_options: dict[str, Any],
 ) -> None:
@@ -103,6 +107,7 @@ def peers(
     make peers && kvboost bench peers --out results
     kvboost bench peers --lengths 1024 --rounds 3 --plain-rounds 1 --reordered 0
     """
+    from kvboost.bench import plots
     from kvboost.bench.peers import PeerSettings, run
 
     settings = PeerSettings(
@@ -117,11 +122,18 @@ def peers(
         deadline_s=deadline,
         seed=seed,
     )
-    prepare(out)
+    plot = plot and reordered > 0
+    prepare(out, plot=plot)
     with opened(model, engine_options, COMPARED) as (engine, _), bar() as report:
         record = run(engine, model, settings, peers_dir.resolve(), report)
-    parts = [title(record), peers_table(record), *reordered_parts(record), notes(record)]
-    show(record, [] if as_json else parts, out)
+    parts = [
+        title(record),
+        peers_table(record),
+        *profile_parts(record),
+        *reordered_parts(record),
+        notes(record),
+    ]
+    show(record, [] if as_json else parts, out, plots.plot_reordered if plot else None)
 
 
 def peers_table(record: dict[str, Any]) -> Table:
@@ -149,6 +161,20 @@ def peers_table(record: dict[str, Any]) -> Table:
     return table
 
 
+def profile_parts(record: dict[str, Any]) -> list[Table | str]:
+    """Where the time to our first token goes."""
+    profiles = {item["shared_tokens"]: item["kvboost_profile"] for item in record["lengths"]}
+    if not all(profiles.values()):
+        return []
+    table = simple_table("kvboost's first token,\nms under a profiler")
+    kinds = list(next(iter(profiles.values())))
+    for kind in kinds:
+        table.add_column(kind.removesuffix("_ms").replace("_", " "), justify="right")
+    for shared, profile in profiles.items():
+        table.add_row(f"{shared:,} shared", *(f"{profile[kind]:,.0f}" for kind in kinds))
+    return [table]
+
+
 def reordered_parts(record: dict[str, Any]) -> list[Table | str]:
     """Documents in another order: the contestants that reuse them anyway, and plain."""
     reordered = record["reordered"]
@@ -166,9 +192,10 @@ def reordered_parts(record: dict[str, Any]) -> list[Table | str]:
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     contestants = reordered["contestants"]
-    ours = contestants["kvboost"]["ttft_ms"]["median"]
+    default = next(name for name in contestants if name.startswith("guided"))
+    ours = contestants[default]["ttft_ms"]["median"]
     for name, found in contestants.items():
-        table.add_row(record["peers"][name]["label"], *_cells(found, ours, is_ours=name == "kvboost"))
+        table.add_row(record["peers"][name]["label"], *_cells(found, ours, is_ours=name == default))
     return [table]
 
 
