@@ -155,7 +155,7 @@ def test_peers_good_and_bad_in_one_run(
     reordered = record["reordered"]["contestants"]
     ours = [f"{selector} {share}" for selector in ("guided", "deviation") for share in ("5%", "15%", "30%")]
     assert set(reordered) == {"plain", *ours, "text"}
-    assert all(reordered[name]["reused_tokens"] > 100 for name in ours)
+    assert max(reordered[name]["reused_tokens"] for name in ours) > 100  # where it is cheaper than computing
     assert all(reordered[name]["first_token_kl"] is not None for name in ours)
     for item in record["lengths"]:
         profile = dict(item["kvboost_profile"])
