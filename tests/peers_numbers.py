@@ -31,12 +31,23 @@ def reordered_table() -> str:
     found = record("peers-cpu")["reordered"]
     lines = ["| | first token, ms | KL, first token | same first token |", "| --- | --- | --- | --- |"]
     for name, one in found["contestants"].items():
-        label = f"**{NAMES[name]}**" if name == "kvboost" else NAMES[name].strip()
+        label = record("peers-cpu")["peers"][name]["label"]
+        label = f"**{label}**" if name.startswith("guided") else label
         kl = "" if one["first_token_kl"] is None else f"{one['first_token_kl']:.2g}"
         lines.append(
             f"| {label} | {one['ttft_ms']['median']:,.0f} | {kl} "
             f"| {one['first_token_same']} of {one['first_token_prompts']} |"
         )
+    return "\n".join(lines)
+
+
+def profile_table() -> str:
+    profiles = {item["shared_tokens"]: item["kvboost_profile"] for item in record("peers-cpu")["lengths"]}
+    kinds = list(next(iter(profiles.values())))
+    heads = [kind.removesuffix("_ms").replace("_", " ") for kind in kinds]
+    lines = [f"| shared tokens | {' | '.join(heads)} |", "| --- " * (len(kinds) + 1) + "|"]
+    for shared, profile in profiles.items():
+        lines.append(f"| {shared:,} | {' | '.join(f'{profile[kind]:.0f}' for kind in kinds)} |")
     return "\n".join(lines)
 
 
@@ -50,7 +61,7 @@ def targets_list() -> str:
     return "\n".join(lines)
 
 
-PARTS = (peers_table, reordered_table, targets_list)
+PARTS = (peers_table, reordered_table, profile_table, targets_list)
 
 if __name__ == "__main__":
     for part in PARTS:

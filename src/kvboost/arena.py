@@ -303,6 +303,11 @@ class Arena(Cache):
         for slab in self.slabs:
             slab[:, :, start:end].zero_()
 
+    def move(self, start: int, to: int, count: int) -> None:
+        """Copy `count` positions from `start` on to those from `to` on; the two may not overlap."""
+        for slab in self.slabs:
+            slab[:, :, to : to + count] = slab[:, :, start : start + count]
+
     def gathered(self, positions: torch.Tensor) -> Packed:
         """Copies of `positions` `[n]` of row 0, `[rows, n, head_dim]`."""
         return tuple(slab[0].index_select(1, positions.to(slab.device)) for slab in self.slabs)

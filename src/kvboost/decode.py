@@ -8,6 +8,7 @@ what is in the cache or where it came from.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import threading
 import time
@@ -92,6 +93,10 @@ class GenerationOptions:
     def num_rows(self) -> int:
         """Rows that the request's cache needs (one per beam)."""
         return int(self.config.num_beams or 1)
+
+    def with_streamer(self, streamer: Any) -> GenerationOptions:
+        """The same options, with tokens handed to `streamer` as they come."""
+        return dataclasses.replace(self, call_options={**self.call_options, "streamer": streamer})
 
 
 def read_options(

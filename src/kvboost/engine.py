@@ -65,6 +65,7 @@ from kvboost.prepared import PreparedPrompt
 from kvboost.prompt_assembler import PromptAssembler, ReusePlan
 from kvboost.prompts import Prompt, PromptReader
 from kvboost.requests import Request, RequestReader, ScoreRequest
+from kvboost.row_loop import RowLoop
 from kvboost.row_server import RowServer, Scores
 from kvboost.selftest import check_exactness
 from kvboost.settings import EngineSettings, choice
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from kvboost.disk_cache import DiskCache
 
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+_RUNNING_BATCH_TOKENS = 32_768
 
 
 class InferenceEngine:
@@ -203,10 +205,8 @@ class InferenceEngine:
             self._reader,
             self._planned,
         )
-        self._workload = Workload(self.layout, self._serve, self._rows.generate, self._why_alone, min_rows=2)
-        self._scoring = Workload(
-            self.layout, self._score_alone, self._rows.score, self._why_alone, min_rows=1
-        )
+        self._workload = Workload(self.layout, self._serve, self._rows.generate, self.why_alone, min_rows=2)
+        self._scoring = Workload(self.layout, self._score_alone, self._rows.score, self.why_alone, min_rows=1)
 
     def _open_disk(self, family: str) -> DiskCache | None:
         """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
@@ -411,7 +411,7 @@ class InferenceEngine:
         gated = self._requests.is_gated(request.needed)
         repaired = request.mode is GenerationMode.CHUNK_KV_REUSE or self.settings.overlap_k > 0
         if request.mode is GenerationMode.BASELINE or gated or self.bit_exact or not repaired:
-            reason = self._why_alone(request) or "computed alone"
+            reason = self.why_alone(request) or "computed alone"
             with decode.running(self.model, fast=False):
                 rope.reset_dynamic_frequencies(self.model)
                 return self._scored(request, None, (self._live(request, reason),))
@@ -464,7 +464,7 @@ class InferenceEngine:
             prompts, namespace, max_new_tokens, mode, temperature, do_sample, seed, options, started
         )
 
-    def _why_alone(self, request: Request) -> str:
+    def why_alone(self, request: Request) -> str:
         """Why a request cannot run beside others in one forward; empty where it can."""
         if request.mode is not GenerationMode.PREFIX_CACHE:
             return f"mode {request.mode.value}"
@@ -475,6 +475,48 @@ class InferenceEngine:
         if not self._can_run_rows:
             return "the model's attention cannot be replaced"
         return row_decode.why_alone(request.options)
+
+    def running_batch(self, max_rows: int | None = None, prompt_tokens: int | None = None) -> RowLoop:
+        """A batch that requests join and leave at any step, for servers; drive it from one thread.
+
+        It holds at most `max_rows` requests (default 16, on a GPU 64) and the KV of `prompt_tokens` tokens
+        (default 32,768, or what a quarter of the free memory holds).
+        """
+        if max_rows is None:
+            max_rows = 64 if self.layout.slabs[0].device.type == "cuda" else 16
+        if prompt_tokens is None:
+            prompt_tokens = min(_RUNNING_BATCH_TOKENS, workload.default_batch_tokens(self.layout))
+        return RowLoop(
+            self.model,
+            self.tokenizer,
+            self.layout,
+            self.cache_manager,
+            self._placer,
+            self._keeper,
+            self._reader,
+            self._planned,
+            max_rows=max_rows,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def read_request(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        *,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Request:
+        """Check a request without running it, for a `running_batch` or `serve`."""
+        return self._read(prompt, max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
+
+    def serve(self, request: Request) -> GenerationResult:
+        """Answer a request that was read before, alone, as `generate` does."""
+        return self._serve(request)
 
     # --- the path of a request ---------------------------------------------------------------
 

@@ -161,7 +161,7 @@ def test_peers_good_and_bad_in_one_run(
         profile = dict(item["kvboost_profile"])
         assert all(time > 0 for time in profile.values()), profile
         assert sum(profile.values()) == pytest.approx(2 * profile["ttft_ms"], rel=0.01)
-    assert record["prompts"] == record["prompts_that_read_back"] == 9  # 2 x (1 + 2 + 1) + 1
+    assert record["prompts"] == record["prompts_that_read_back"] == 15  # 2 x (1 + 2 + 1 + 3) + 1
     assert record["peers"]["good"]["note"] == "1 threads"
     assert record["peers"]["good"]["versions"]["python"]
     json.dumps(record)

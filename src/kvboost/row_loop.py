@@ -1,0 +1,455 @@
+"""Requests that come and go in one running batch: continuous batching.
+
+    join: match -> place what is stored -> a lane of its own
+    step: some prompt tokens of those who wait for their first token, one token for all who have one
+    leave: store -> result
+
+What requests have in common lies in the arena once and is computed once (`residents`): who needs text
+that is being computed waits for it. A long prompt goes through in blocks, cut so that the others' tokens
+come on time. One thread drives it. Knows rows and stores, no queue and no network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvboost import decode
+from kvboost.arena import Arena, KVLayout
+from kvboost.cache_manager import KVCacheManager
+from kvboost.errors import InvalidRequestError
+from kvboost.keeper import Keeper
+from kvboost.models import GenerationResult, Origin, Span
+from kvboost.placement import Placer
+from kvboost.prompt_assembler import PrefixPart, ReusePlan
+from kvboost.prompts import PromptReader
+from kvboost.requests import Request
+from kvboost.residents import Node, Residents, SlotPool
+from kvboost.row_decode import DecodingRow
+from kvboost.rows import Extension, Segment, extend
+
+SHARED_REASON = "in use by another request"
+LANE_TOKENS = 256  # of an answer; a longer one is moved on, so that lanes stay equal
+_ALONE_BLOCK = {False: 256, True: 2048}  # prompt tokens per step while nobody waits for a next token
+_LEAST_BLOCK = 16
+_MAX_SLOWDOWN = 2.5  # of a step by prompt tokens that go along with it
+_MEMORY = 0.8  # how much of what was measured before counts in the running means
+Planned = Callable[[Request], AbstractContextManager[ReusePlan]]
+
+
+class Listener(Protocol):
+    """Hears what becomes of a request, in the thread that drives the loop."""
+
+    def token(self, token_id: int) -> None:
+        """The next token of the answer."""
+
+    def done(self, result: GenerationResult) -> None:
+        """The answer is complete, or was cut off by `leave`."""
+
+    def failed(self, error: Exception) -> None:
+        """There is no answer."""
+
+
+class Row:
+    """A request in the loop."""
+
+    def __init__(self, request: Request, listener: Listener, answers: bool) -> None:
+        self.request = request
+        self.listener = listener
+        self.answers = answers  # False: only its prompt is read
+        self.node: Node
+        self.lane = Segment(0, 0)
+        self.moved_on: list[Segment] = []  # full lanes of its answer
+        self.reserved = 0  # slots that its answer may still need
+        self.plan: ReusePlan
+        self.in_place = 0
+        self.decoding: DecodingRow
+        self.stored = 0  # of its prompt
+        self.started = False  # its last prompt token went through
+
+    @property
+    def limit(self) -> int:
+        return self.request.limit if self.answers else len(self.request.token_ids)
+
+    @property
+    def unfilled(self) -> Node | None:
+        """The first part of its prompt that nobody has computed."""
+        return next((node for node in self.node.path if not node.is_filled), None)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All before its lane."""
+        return (*(node.segment for node in self.node.path), *self.moved_on)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The origin of every prompt token. What lay in the arena before was computed for others."""
+        plan = self.plan
+        if self.in_place <= plan.prefix_end:
+            return plan.spans()
+        cached = [span for span in plan.spans() if span.origin is not Origin.LIVE]
+        shared = Span(plan.prefix_end, self.in_place, Origin.EXACT, SHARED_REASON)
+        if self.in_place == plan.total:
+            return (*cached, shared)
+        return (*cached, shared, Span(self.in_place, plan.total, Origin.LIVE, plan.reason))
+
+
+@dataclass
+class LoopCounts:
+    """What the loop has done."""
+
+    steps: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    joined: int = 0
+    shared_tokens: int = 0  # found in the arena
+    failed_steps: int = 0
+
+
+class Pace:
+    """How many prompt tokens a step may take, by how long steps took before."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._most = _ALONE_BLOCK[on_gpu]
+        self._step_s = 0.0
+        self._token_s = 0.0
+
+    def block(self, decoding: int) -> int:
+        """Prompt tokens for the next step, in which `decoding` rows get a token."""
+        if not decoding or not self._token_s or not self._step_s:
+            return self._most
+        allowed = (_MAX_SLOWDOWN - 1) * self._step_s / self._token_s
+        return int(min(self._most, max(_LEAST_BLOCK, allowed)))
+
+    def took(self, seconds: float, decoding: int, prompt_tokens: int) -> None:
+        """A step of so many tokens took `seconds`."""
+        if not prompt_tokens:
+            self._step_s = _mean(self._step_s, seconds)
+        elif not decoding:
+            self._token_s = _mean(self._token_s, seconds / prompt_tokens)
+        elif self._step_s:
+            self._token_s = _mean(self._token_s, max(0.0, seconds - self._step_s) / prompt_tokens)
+
+
+def _mean(so_far: float, value: float) -> float:
+    return value if not so_far else _MEMORY * so_far + (1 - _MEMORY) * value
+
+
+class RowLoop:
+    """Runs checked requests of any namespaces in one batch; each is answered as it would be alone."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        layout: KVLayout,
+        manager: KVCacheManager,
+        placer: Placer,
+        keeper: Keeper,
+        reader: PromptReader,
+        planned: Planned,
+        *,
+        max_rows: int,
+        prompt_tokens: int,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._manager = manager
+        self._placer = placer
+        self._keeper = keeper
+        self._reader = reader
+        self._planned = planned
+        self.max_rows = max_rows
+        lanes = max_rows * LANE_TOKENS
+        self._arena = Arena(layout, lanes + prompt_tokens)
+        self._prompt_tokens = prompt_tokens
+        self.residents = Residents(SlotPool(lanes, lanes + prompt_tokens))
+        self._rows: list[Row] = []  # by lane
+        self._order: list[Row] = []  # by arrival
+        self._pace = Pace(layout.slabs[0].device.type == "cuda")
+        self.counts = LoopCounts()
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Requests in the loop, in the order of their arrival."""
+        return tuple(self._order)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arena."""
+        return self._arena.nbytes
+
+    # --- coming ------------------------------------------------------------------------------
+
+    def check(self, request: Request, *, answers: bool = True) -> None:
+        """Refuse what would not fit even if nothing else ran."""
+        row = Row(request, _NOBODY, answers)
+        needed = row.limit + _growth(request, answers)
+        if needed > self._prompt_tokens:
+            raise InvalidRequestError(
+                f"prompt and max_new_tokens need room for {needed} tokens, the running batch has "
+                f"{self._prompt_tokens}"
+            )
+
+    def has_room(self, request: Request, *, answers: bool = True) -> bool:
+        """Whether a request could join now."""
+        if len(self._rows) >= self.max_rows:
+            return False
+        row = Row(request, _NOBODY, answers)
+        reserved = sum(each.reserved for each in self._rows)
+        needed, there = self.residents.room_for(
+            request.namespace.key, request.token_ids[: row.limit], reserved
+        )
+        return needed + _growth(request, answers) <= there
+
+    def join(self, request: Request, listener: Listener, *, answers: bool = True) -> Row:
+        """Take a request in; `answers=False` only reads its prompt, for later ones.
+
+        What of it is stored is placed now, the rest goes along with the next steps.
+        """
+        row = Row(request, listener, answers)
+        tokens = request.token_ids[: row.limit]
+        if answers:
+            row.decoding = DecodingRow(
+                self._model, self._tokenizer, request.token_ids, request.options, request.index
+            )
+        row.node, row.in_place = self.residents.enter(request.namespace.key, tokens)
+        try:
+            row.plan = self._place(row)
+        except BaseException:
+            self.residents.leave(row.node)
+            raise
+        row.stored = min(row.plan.prefix_end, row.limit)
+        row.reserved = _growth(request, answers)
+        start = len(self._rows) * LANE_TOKENS
+        self._arena.clear(start, start + LANE_TOKENS)  # read under a mask, which does not stop a NaN
+        row.lane = Segment(start, LANE_TOKENS, row.segments)
+        self._rows.append(row)
+        self._order.append(row)
+        self.counts.joined += 1
+        self.counts.shared_tokens += row.in_place
+        return row
+
+    def _place(self, row: Row) -> ReusePlan:
+        """Copy what is stored of a row's prompt into the nodes that are its own."""
+        own = [node for node in row.node.path if node.segment.position >= row.in_place]
+
+        def parts(plans: list[ReusePlan]) -> list[PrefixPart]:
+            found = []
+            for node in own:
+                segment = node.segment
+                segment.length = min(max(0, plans[0].prefix_end - segment.position), segment.capacity)
+                found.append(PrefixPart.of(plans[0], segment.position, segment.end, segment.start))
+            return found
+
+        request = row.request
+        return self._placer.place_rows([partial(self._planned, request)], parts, self._arena)[0]
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One forward for all. Where it fails, so do all requests in it; those that join later do not."""
+        try:
+            self._step()
+        except Exception as error:  # out of memory, mostly; the KV of those in the step is not to be trusted
+            self._fail_all(error)
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        decoding = [row for row in self._rows if row.started]
+        fills = self._fills(self._pace.block(len(decoding)))
+        prompt_tokens = sum(len(each.token_ids) for each in fills.values())
+        speaking = [row for row in self._rows if row.started or (row.answers and self._is_ready(row, fills))]
+        self._make_lanes(speaking)
+        extensions = [*fills.values(), *(self._next(row) for row in speaking)]
+        failed = self._forward(extensions, len(fills), speaking)
+        self.counts.steps += 1
+        self.counts.decoded_tokens += len(speaking)
+        self.counts.prefilled_tokens += prompt_tokens
+        for row in speaking:
+            row.started = True
+            if (error := failed.get(id(row))) is not None:
+                self._drop(row)
+                row.listener.failed(error)
+            elif row.decoding.finished_at is not None:
+                self.leave(row)
+            else:
+                row.listener.token(row.decoding.new_ids[-1])
+        self._pace.took(time.perf_counter() - started, len(speaking), prompt_tokens)
+        for row in self.rows:
+            self._store_prompt(row)
+            if not row.answers and row.unfilled is None:
+                self.leave(row)
+
+    def _fills(self, block: int) -> dict[int, Extension]:
+        """The next `block` prompt tokens, by node: of those who came first, and each only once."""
+        fills: dict[int, Extension] = {}
+        for row in self._order:
+            node = row.unfilled
+            if node is None or block <= 0:
+                continue
+            if id(node) not in fills:
+                row.in_place = min(row.in_place, node.segment.end)  # whoever was to compute it has left
+                start = node.segment.length
+                tokens = node.tokens[start : start + block]
+                fills[id(node)] = Extension(node.segment, tokens, 0)
+                block -= len(tokens)
+        return fills
+
+    @staticmethod
+    def _is_ready(row: Row, fills: dict[int, Extension]) -> bool:
+        """Whether all before a row's last prompt token is there after the fills."""
+        missing = [node for node in row.node.path if not node.is_filled]
+        return all(
+            id(node) in fills
+            and node.segment.length + len(fills[id(node)].token_ids) == node.segment.capacity
+            for node in missing
+        )
+
+    def _make_lanes(self, speaking: list[Row]) -> None:
+        """Let every lane have room for a token, behind all that comes before it."""
+        for row in speaking:
+            if row.lane.length == row.lane.capacity:
+                self._move_on(row)
+            row.lane.before = row.segments
+
+    def _move_on(self, row: Row) -> None:
+        """Take a full lane's KV elsewhere, and begin it anew."""
+        lane = row.lane
+        position = lane.position
+        done = 0
+        for start, end in self.residents.take(lane.length):
+            self._arena.move(lane.start + done, start, end - start)
+            part = Segment(start, end - start, row.segments)
+            part.length = end - start
+            row.moved_on.append(part)
+            done += end - start
+        row.reserved = max(0, row.reserved - lane.length)
+        row.lane = Segment(lane.start, LANE_TOKENS, row.segments)
+        assert row.lane.position == position + done
+
+    @staticmethod
+    def _next(row: Row) -> Extension:
+        if row.started:
+            return Extension(row.lane, np.array(row.decoding.new_ids[-1:]))
+        return Extension(row.lane, row.request.token_ids[row.limit :])
+
+    def _forward(self, extensions: list[Extension], fills: int, speaking: list[Row]) -> dict[int, Exception]:
+        """Run the extensions and choose the next tokens; returns the rows for which that failed."""
+        failed: dict[int, Exception] = {}
+        with decode.running(self._model, fast=True):
+            for number, _, logits in extend(self._model, self._arena, extensions):
+                row = speaking[number - fills]
+                try:
+                    row.decoding.append(row.decoding.choose(logits[0]))
+                except Exception as error:  # a processor of the request: the others go on
+                    failed[id(row)] = error
+        return failed
+
+    # --- going -------------------------------------------------------------------------------
+
+    def leave(self, row: Row) -> None:
+        """Let a request go, with the answer that it has; what was computed is stored, its place is free."""
+        if row not in self._order:
+            return
+        request = row.request
+        decoded = row.decoding.decoded() if row.answers else decode.Decoded()
+        if not decoded.token_ids:
+            decoded.first_token_at = time.perf_counter()
+        if row.answers and row.decoding.finished_at is None:
+            decoded.finish_reason = "cancelled"
+        text = self._reader.decode(decoded.token_ids) if decoded.token_ids else ""
+        if decoded.token_ids:
+            self._reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
+            if row.decoding.finished_at is not None:
+                row.listener.token(decoded.token_ids[-1])
+        result = request.result(decoded, row.spans, text, row.decoding.finished_at if row.answers else None)
+        row.listener.done(result)
+        self._store(row, decoded.token_ids)
+        if row.answers:
+            self._manager.count_request(
+                reused=result.cached_tokens, total=len(request.prompt), reason=row.plan.reason
+            )
+        self._drop(row)
+
+    def _store_prompt(self, row: Row) -> None:
+        """Keep what is new of a row's prompt, piece by piece, so that no step has much to store."""
+        filled = min(_filled(row), row.limit)
+        chunk = self._manager.chunk_size
+        if filled - row.stored >= chunk:
+            row.stored = filled
+            self._keep(row, row.request.token_ids[: filled - filled % chunk], row.node.segment)
+
+    def _store(self, row: Row, new_ids: list[int]) -> None:
+        if row.started:
+            row.lane.before = row.segments
+            ids = np.concatenate([row.request.token_ids, np.asarray(new_ids, dtype=np.int64)])
+            self._keep(row, ids[: row.lane.end], row.lane)
+        else:
+            self._keep(row, row.request.token_ids[: _filled(row)], row.node.segment)
+        self._placer.save_soon()
+
+    def _keep(self, row: Row, token_ids: np.ndarray, last: Segment) -> None:
+        if len(token_ids):
+            self._placer.make_way(len(token_ids) - row.plan.prefix_end)
+            self._keeper.keep_from(token_ids, partial(last.between, self._arena), row.request.namespace)
+
+    def _drop(self, row: Row) -> None:
+        """Free a row's place; the last lane takes it over, so that lanes stay neighbours."""
+        for segment in row.moved_on:
+            self.residents.pool.give(segment.start, segment.start + segment.capacity)
+        self.residents.leave(row.node)
+        self._order.remove(row)
+        at, last = self._rows.index(row), self._rows.pop()
+        if last is not row:
+            self._rows[at] = last
+            self._arena.move(last.lane.start, at * LANE_TOKENS, last.lane.length)
+            self._arena.clear(at * LANE_TOKENS + last.lane.length, (at + 1) * LANE_TOKENS)
+            last.lane.start = at * LANE_TOKENS
+
+    def _fail_all(self, error: Exception) -> None:
+        self.counts.failed_steps += 1
+        rows = self.rows
+        self._rows, self._order = [], []
+        lanes = self.max_rows * LANE_TOKENS
+        self.residents = Residents(SlotPool(lanes, lanes + self._prompt_tokens))
+        self._arena.clear(0, lanes)
+        for row in rows:
+            row.listener.failed(error)
+
+    def clear(self) -> None:
+        """Forget the text that lies in the arena; requests in the loop are not disturbed."""
+        self.residents.clear()
+
+
+def _growth(request: Request, answers: bool) -> int:
+    """Slots beyond its lane that an answer may need."""
+    if not answers:
+        return 0
+    return request.options.max_new_tokens // LANE_TOKENS * LANE_TOKENS
+
+
+def _filled(row: Row) -> int:
+    """How many of a row's first prompt tokens have their KV in the arena."""
+    node = row.unfilled
+    return node.segment.end if node is not None else row.node.end
+
+
+class _Nobody:
+    def token(self, token_id: int) -> None:
+        """Nobody listens."""
+
+    def done(self, result: GenerationResult) -> None:
+        """Nobody listens."""
+
+    def failed(self, error: Exception) -> None:
+        """Nobody listens."""
+
+
+_NOBODY = _Nobody()

@@ -1,0 +1,393 @@
+"""The thread that runs the model for a server: a queue, a running batch, and answers on their way.
+
+Requests wait in a queue that serves its tenants in turns, join the running batch when there is room, and
+leave it at any step. What cannot run beside others (`engine.why_alone`) runs alone, between two steps.
+Knows the engine and asyncio, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from transformers.generation.streamers import BaseStreamer
+
+from kvboost.engine import InferenceEngine
+from kvboost.errors import KVBoostError
+from kvboost.models import GenerationResult
+from kvboost.requests import Request
+from kvboost.row_loop import Row
+
+T = TypeVar("T")
+_IDLE_S = 0.5  # how often deadlines of waiting requests are looked at while nothing runs
+
+
+class QueueFullError(KVBoostError):
+    """Too many requests wait; `retry_after_s` is a guess at when there is room."""
+
+    def __init__(self, waiting: int, retry_after_s: int) -> None:
+        super().__init__(f"{waiting} requests wait already; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeoutError(KVBoostError):
+    """A request took longer than it may."""
+
+
+class ShuttingDownError(KVBoostError):
+    """The server ends, and this request was not answered."""
+
+
+class Ticket:
+    """An answer on its way: iterate for its tokens; then `result` is there. `cancel` frees its place.
+
+    Made in the event loop that reads it.
+    """
+
+    def __init__(self, request: Request, tenant: str, deadline: float | None, answers: bool) -> None:
+        self.request = request
+        self.tenant = tenant
+        self.deadline = deadline  # of time.monotonic()
+        self.answers = answers
+        self.submitted_at = time.monotonic()
+        self.row: Row | None = None
+        self._loop = asyncio.get_running_loop()
+        self._tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        self._result: GenerationResult | None = None
+        self._error: Exception | None = None
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more. It can be called twice, and from any thread."""
+        self.request.watch.cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.request.watch.cancelled.is_set()
+
+    @property
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while (token := await self._tokens.get()) is not None:
+            yield token
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole answer, once the tokens are through."""
+        assert self._result is not None
+        return self._result
+
+    # --- the worker's side -------------------------------------------------------------------
+
+    def token(self, token_id: int) -> None:
+        self._send(token_id)
+
+    def done(self, result: GenerationResult) -> None:
+        self._result = result
+        self._end()
+
+    def failed(self, error: Exception) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._send(None)
+
+    def _send(self, item: int | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the reader's event loop is gone, and so is the reader
+            self._loop.call_soon_threadsafe(self._tokens.put_nowait, item)
+
+
+class FairQueue:
+    """Waiting requests; tenants take turns, each with its own in order."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tenants: OrderedDict[str, deque[Ticket]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def is_full(self) -> bool:
+        return self._count >= self._limit
+
+    def add(self, ticket: Ticket) -> None:
+        self._tenants.setdefault(ticket.tenant, deque()).append(ticket)
+        self._count += 1
+
+    def first(self) -> Ticket | None:
+        """Who is next."""
+        return next(iter(self._tenants.values()))[0] if self._tenants else None
+
+    def pop(self) -> Ticket:
+        """Take who is next; its tenant goes to the end of the line."""
+        tenant, tickets = next(iter(self._tenants.items()))
+        ticket = tickets.popleft()
+        self._count -= 1
+        del self._tenants[tenant]
+        if tickets:
+            self._tenants[tenant] = tickets
+        return ticket
+
+    def remove_if(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Take out all that are `unwanted`."""
+        removed = []
+        for tenant, tickets in list(self._tenants.items()):
+            kept = deque(ticket for ticket in tickets if not unwanted(ticket))
+            removed += [ticket for ticket in tickets if ticket not in kept]
+            if kept:
+                self._tenants[tenant] = kept
+            else:
+                del self._tenants[tenant]
+        self._count -= len(removed)
+        return removed
+
+
+@dataclass
+class WorkerStats:
+    """What the worker has done, and what it is doing."""
+
+    waiting: int = 0
+    running: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    timed_out: int = 0
+
+
+class Worker:
+    """Runs requests in a thread of its own. With `batching=False`, one after the other."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        *,
+        batching: bool = True,
+        max_rows: int | None = None,
+        batch_tokens: int | None = None,
+        max_waiting: int = 128,
+    ) -> None:
+        self.engine = engine
+        self.batch = engine.running_batch(max_rows, batch_tokens) if batching else None
+        self._queue = FairQueue(max_waiting)
+        self._running: list[Ticket] = []
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False  # nothing new is taken
+        self._stopping = False  # what is there is given up
+        self._stats = WorkerStats()
+        self._answer_s = 1.0  # running mean of how long an answer takes
+        self._thread = threading.Thread(target=self._run, name="kvboost-worker", daemon=True)
+        self._thread.start()
+
+    # --- from the event loop -----------------------------------------------------------------
+
+    def submit(
+        self, request: Request, *, tenant: str = "", timeout_s: float | None = None, answers: bool = True
+    ) -> Ticket:
+        """Queue a request that `engine.read_request` gave. Raises where it cannot be taken.
+
+        `answers=False` only reads the prompt and stores it.
+        """
+        if self.batch is not None and not self.engine.why_alone(request):
+            self.batch.check(request, answers=answers)
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        ticket = Ticket(request, tenant, deadline, answers)
+        with self._wake:
+            if self._closing:
+                raise ShuttingDownError("the server is shutting down")
+            if self._queue.is_full:
+                self._stats.refused += 1
+                raise QueueFullError(len(self._queue), self._retry_after_s())
+            self._queue.add(ticket)
+            self._wake.notify()
+        return ticket
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function in the worker's thread, between two steps."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._stopping:
+                future.set_exception(ShuttingDownError("the server is shutting down"))
+                return future
+            self._calls.append((function, future))
+            self._wake.notify()
+        return future
+
+    @property
+    def stats(self) -> WorkerStats:
+        """Counts at this moment."""
+        with self._wake:
+            return WorkerStats(
+                **{**vars(self._stats), "waiting": len(self._queue), "running": len(self._running)}
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self, timeout_s: float) -> None:
+        """Take nothing new, finish what is there within `timeout_s`, and fail the rest clearly."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            with self._wake:
+                self._stopping = True
+                for ticket in self._running:
+                    ticket.cancel()  # one that runs alone looks at this only
+                self._wake.notify()
+            self._thread.join()
+
+    def _retry_after_s(self) -> int:
+        rows = self.batch.max_rows if self.batch is not None else 1
+        return max(1, min(60, round(self._answer_s * len(self._queue) / rows)))
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(self._has_work, timeout=_IDLE_S)
+                if self._is_through():
+                    break
+                calls = list(self._calls)
+                self._calls.clear()
+            for function, future in calls:
+                _call(function, future)
+            self._drop_unwanted()
+            self._admit()
+            if self.batch is not None and self.batch.rows:
+                self.batch.step()
+                self._collect()
+
+    def _has_work(self) -> bool:
+        return bool(self._running or self._calls or len(self._queue) or self._closing)
+
+    def _is_through(self) -> bool:
+        """Whether the thread may end; whoever is left then is told so."""
+        if self._stopping or (self._closing and not self._running and not len(self._queue)):
+            self._stopping = True
+            error = ShuttingDownError("the server was shut down before this request was answered")
+            for ticket in [*self._queue.remove_if(lambda _: True), *self._running]:
+                if ticket.row is not None and self.batch is not None:
+                    self.batch.leave(ticket.row)
+                if not ticket.is_over:
+                    ticket.failed(error)
+            self._running = []
+            for _, future in self._calls:
+                future.set_exception(error)
+            self._calls.clear()
+            return True
+        return False
+
+    def _drop_unwanted(self) -> None:
+        """Let those go whose client has gone or whose time is up, waiting or running."""
+        with self._wake:
+            unwanted = self._queue.remove_if(lambda ticket: ticket.is_cancelled or ticket.is_late)
+        for ticket in unwanted:
+            self._give_up(ticket)
+        for ticket in [each for each in self._running if each.is_cancelled or each.is_late]:
+            with self._wake:
+                self._running.remove(ticket)
+            self._give_up(ticket)
+
+    def _give_up(self, ticket: Ticket) -> None:
+        late = not ticket.is_cancelled
+        if late:
+            self._stats.timed_out += 1
+            ticket.failed(RequestTimeoutError("the request took longer than the server allows"))
+        else:
+            self._stats.cancelled += 1
+        if ticket.row is not None and self.batch is not None:
+            self.batch.leave(ticket.row)  # what it has computed is stored all the same
+        elif not late:
+            ticket.failed(KVBoostError("the request was cancelled"))
+
+    def _admit(self) -> None:
+        """Let in who is next as long as there is room."""
+        while True:
+            with self._wake:
+                ticket = self._queue.first()
+                if ticket is None:
+                    return
+                alone = self.batch is None or bool(self.engine.why_alone(ticket.request))
+                if not alone and not self._has_room(ticket):
+                    return
+                self._queue.pop()
+                self._running.append(ticket)
+            try:
+                if alone:
+                    self._serve_alone(ticket)
+                else:
+                    assert self.batch is not None
+                    ticket.row = self.batch.join(ticket.request, ticket, answers=ticket.answers)
+            except Exception as error:
+                ticket.failed(error)
+            if ticket.is_over:
+                self._collect()
+            if alone:
+                return  # a step for the others comes first
+
+    def _has_room(self, ticket: Ticket) -> bool:
+        assert self.batch is not None
+        return not self.batch.rows or self.batch.has_room(ticket.request, answers=ticket.answers)
+
+    def _serve_alone(self, ticket: Ticket) -> None:
+        request = ticket.request
+        if ticket.answers:
+            request.options = request.options.with_streamer(_Streamer(ticket))
+        ticket.done(self.engine.serve(request))  # to read a prompt costs one token of an answer here
+
+    def _collect(self) -> None:
+        """Count those that are through."""
+        for ticket in [each for each in self._running if each.is_over]:
+            with self._wake:
+                self._running.remove(ticket)
+            if ticket._error is not None:
+                self._stats.failed += 1
+                continue
+            self._stats.answered += 1
+            self._answer_s = 0.8 * self._answer_s + 0.2 * (time.monotonic() - ticket.submitted_at)
+
+
+class _Streamer(BaseStreamer):  # type: ignore[misc]
+    """Hands the tokens of transformers' own loop to a ticket."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        for token in value.flatten().tolist():
+            self._ticket.token(token)
+
+    def end(self) -> None:
+        """The result says that it is over."""
+
+
+def _call(function: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)

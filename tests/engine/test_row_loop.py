@@ -1,0 +1,340 @@
+"""The running batch: whoever comes and goes when, every request is answered as it would be alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost import GenerationMode, GenerationResult, KVBoost, row_loop
+from kvboost.errors import InvalidRequestError
+from kvboost.models import Origin
+from kvboost.requests import Request
+from kvboost.residents import Residents, SlotPool
+from kvboost.row_loop import RowLoop
+from tests.tiny_models import ARCHITECTURES, random_ids
+
+MakeEngine = Callable[..., KVBoost]
+
+
+class Heard:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.result: GenerationResult | None = None
+        self.error: Exception | None = None
+
+    def token(self, token_id: int) -> None:
+        assert self.result is None
+        self.tokens.append(token_id)
+
+    def done(self, result: GenerationResult) -> None:
+        assert self.result is None
+        assert self.error is None
+        self.result = result
+
+    def failed(self, error: Exception) -> None:
+        assert self.result is None
+        self.error = error
+
+
+def expected(engine: KVBoost, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
+    return engine.generate(prompt, new_tokens, mode=GenerationMode.BASELINE, **options).token_ids
+
+
+def run(loop: RowLoop, arrivals: list[tuple[int, Request]], max_steps: int = 2_000) -> list[Heard]:
+    """Let requests arrive at given steps and join when there is room, in order."""
+    heard = [Heard() for _ in arrivals]
+    waiting = list(zip(arrivals, heard, strict=True))
+    for step in range(max_steps):
+        while waiting and waiting[0][0][0] <= step:
+            request = waiting[0][0][1]
+            loop.check(request)
+            if loop.rows and not loop.has_room(request):
+                break
+            loop.join(request, waiting.pop(0)[1])
+        if not loop.rows and not waiting:
+            break
+        loop.step()
+        check_slots(loop)
+    assert all(each.result is not None for each in heard)
+    return heard
+
+
+def check_slots(loop: RowLoop) -> None:
+    """No slot is lost, none is used twice, and lanes are neighbours."""
+    lanes = loop.max_rows * row_loop.LANE_TOKENS
+    used = np.zeros(loop._arena.capacity, dtype=int)
+    for start, end in loop.residents.pool._ranges:
+        used[start:end] += 1
+    nodes = {id(node): node for row in loop.rows for node in row.node.path}
+    nodes |= {id(node): node for root in loop.residents._roots.values() for node in root.subtree()}
+    for node in nodes.values():
+        used[node.segment.start : node.segment.start + node.segment.capacity] += 1
+    for row in loop.rows:
+        for segment in row.moved_on:
+            used[segment.start : segment.start + segment.capacity] += 1
+    assert used[lanes:].tolist() == [1] * (len(used) - lanes)
+    starts = sorted(row.lane.start for row in loop.rows)
+    assert starts == [number * row_loop.LANE_TOKENS for number in range(len(starts))]
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Some begin alike, at several depths, some are alone, one is a single token."""
+    draw = random.Random(seed)
+    system, document = random_ids(70, seed), random_ids(90, seed + 1)
+    made = []
+    for index in range(count):
+        start = draw.choice([[], system, system + document, system + document[: draw.randint(1, 89)]])
+        made.append(start + random_ids(draw.randint(1, 60), 100 * seed + index + 2))
+    made[0] = made[0][:1]
+    return made
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_everyone_equals_baseline(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(name)
+    asked = prompts(10, seed=3)
+    draw = random.Random(7)
+    lengths = [draw.randint(1, 12) for _ in asked]
+    wanted = [expected(engine, prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
+    loop = engine.running_batch(max_rows=4, prompt_tokens=2_000)
+    at = [draw.randint(0, 15) for _ in asked]
+    requests = [engine.read_request(prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
+    heard = run(loop, sorted(zip(at, requests, strict=True), key=lambda each: each[0]))
+    by_request = {id(r): w for r, w in zip(requests, wanted, strict=True)}
+    ordered = [r for _, r in sorted(zip(at, requests, strict=True), key=lambda each: each[0])]
+    for request, one in zip(ordered, heard, strict=True):
+        assert one.result is not None
+        assert one.tokens == one.result.token_ids == by_request[id(request)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_in_little_room(make_engine: MakeEngine, seed: int) -> None:
+    """Text is thrown out of the arena all the time, and rows wait for each other's text."""
+    engine = make_engine(max_chunks=[None, 6][seed % 2])
+    asked = prompts(40, seed=10 + seed)
+    wanted = [expected(engine, prompt, 5) for prompt in asked]
+    loop = engine.running_batch(max_rows=5, prompt_tokens=320)
+    draw = random.Random(seed)
+    arrivals = [
+        (step, engine.read_request(p, 5))
+        for step, p in zip(sorted(draw.choices(range(60), k=40)), asked, strict=True)
+    ]
+    heard = run(loop, arrivals)
+    assert [one.tokens for one in heard] == wanted
+    for one, prompt in zip(heard, asked, strict=True):
+        result = one.result
+        assert result is not None
+        assert result.spans[0].start == 0
+        assert result.spans[-1].end == len(prompt)
+        assert all(a.end == b.start for a, b in zip(result.spans, result.spans[1:], strict=False))
+        assert result.spans[-1].origin is Origin.LIVE
+        assert 0 < result.ttft_ms <= result.total_ms
+
+
+def test_long_answers_move_on(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers longer than a lane, beside others."""
+    monkeypatch.setattr(row_loop, "LANE_TOKENS", 8)
+    engine = make_engine()
+    asked = prompts(6, seed=5)
+    wanted = [expected(engine, prompt, 30, min_new_tokens=30) for prompt in asked]
+    loop = engine.running_batch(max_rows=3, prompt_tokens=900)
+    heard = run(loop, [(3 * i, engine.read_request(p, 30, min_new_tokens=30)) for i, p in enumerate(asked)])
+    assert [one.tokens for one in heard] == wanted
+
+
+def test_options_per_request(make_engine: MakeEngine) -> None:
+    """Samplers with seeds, penalties, stop tokens: each row has its own."""
+    engine = make_engine()
+    options: list[dict[str, Any]] = [
+        {"do_sample": True, "seed": 1, "temperature": 1.3},
+        {"do_sample": True, "seed": 2, "top_p": 0.7},
+        {"repetition_penalty": 1.4},
+        {},
+    ]
+    prompt = random_ids(50, 4)
+    wanted = [expected(engine, prompt, 12, **each) for each in options]
+    heard = run(
+        engine.running_batch(max_rows=4, prompt_tokens=500),
+        [(i, engine.read_request(prompt, 12, **each)) for i, each in enumerate(options)],
+    )
+    assert [one.tokens for one in heard] == wanted
+
+
+def test_shared_text_is_computed_once(make_engine: MakeEngine) -> None:
+    """Who needs text that is being computed waits for it: tokens through the model are counted."""
+    engine = make_engine()
+    seen: list[int] = []
+    hook = engine.model.register_forward_pre_hook(
+        lambda _model, _args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    start = random_ids(300, 1)
+    asked = [start + random_ids(20, 10 + index) for index in range(4)]
+    loop = engine.running_batch(max_rows=4, prompt_tokens=2_000)
+    heard = run(loop, [(index, engine.read_request(prompt, 3)) for index, prompt in enumerate(asked)])
+    hook.remove()
+    live = sum(s.length for one in heard if one.result for s in one.result.spans if s.origin is Origin.LIVE)
+    assert sum(seen) == live + 4 * 2  # and each answer's tokens but for the last
+    assert live == 300 + 4 * 20
+    assert all(one.result is not None and one.result.cached_tokens == 300 for one in heard[1:])
+
+
+def test_whoever_leaves_is_stored_and_missed_by_nobody(make_engine: MakeEngine) -> None:
+    """A request that is cancelled while others wait for the text that it computes."""
+    engine = make_engine()
+    start = random_ids(600, 2)
+    first, second = start + random_ids(5, 3), start + random_ids(5, 4)
+    wanted = expected(engine, second, 4)
+    loop = engine.running_batch(max_rows=4, prompt_tokens=2_000)
+    one, two = Heard(), Heard()
+    row = loop.join(engine.read_request(first, 4), one)
+    loop.step()
+    loop.join(engine.read_request(second, 4), two)
+    loop.leave(row)
+    loop.leave(row)
+    check_slots(loop)
+    assert one.result is not None
+    assert one.result.finish_reason == "cancelled"
+    while loop.rows:
+        loop.step()
+        check_slots(loop)
+    assert two.tokens == wanted
+    assert two.result is not None
+    live = sum(span.length for span in two.result.spans if span.origin is Origin.LIVE)
+    assert live == len(second) - two.result.cached_tokens > 5  # it had to finish the start
+    assert engine.explain(first).cached_tokens >= 600 - 16
+
+
+def test_reading_only(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=2, prompt_tokens=500)
+    prompt = random_ids(80, 6)
+    heard = Heard()
+    loop.join(engine.read_request(prompt, 1), heard, answers=False)
+    while loop.rows:
+        loop.step()
+    assert heard.result is not None
+    assert heard.tokens == []
+    assert engine.explain([*prompt, 5]).cached_tokens == 80
+    loop.clear()
+    check_slots(loop)
+    assert loop.residents.tokens == 0
+
+
+def test_clearing_while_in_use(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=2, prompt_tokens=500)
+    prompt = random_ids(80, 6)
+    wanted = expected(engine, prompt, 6)
+    one, two = Heard(), Heard()
+    loop.join(engine.read_request(prompt, 6), one)
+    loop.step()
+    loop.clear()
+    engine.clear()
+    loop.join(engine.read_request(prompt, 6), two)
+    while loop.rows:
+        loop.step()
+    check_slots(loop)
+    assert one.tokens == two.tokens == wanted
+    assert two.result is not None
+    assert two.result.cached_tokens == 0
+
+
+def test_salts_share_nothing(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=4, prompt_tokens=500)
+    prompt = random_ids(80, 6)
+    heard = run(loop, [(0, engine.read_request(prompt, 3, cache_salt=salt)) for salt in ("a", "b", "a")])
+    assert [one.result.cached_tokens for one in heard if one.result] == [0, 0, 79]
+
+
+def test_what_never_fits_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=2, prompt_tokens=64)
+    with pytest.raises(InvalidRequestError, match="need room for 79 tokens, the running batch has 64"):
+        loop.check(engine.read_request(random_ids(80, 1), 4))
+
+
+def test_a_failing_processor_fails_one(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    def bad(_ids: torch.Tensor, _scores: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    loop = engine.running_batch(max_rows=2, prompt_tokens=500)
+    good, failing = Heard(), Heard()
+    prompt = random_ids(30, 1)
+    loop.join(engine.read_request(prompt, 4, logits_processor=[bad]), failing)
+    loop.join(engine.read_request(prompt, 4), good)
+    while loop.rows:
+        loop.step()
+    assert str(failing.error) == "no"
+    assert good.tokens == expected(engine, prompt, 4)
+    check_slots(loop)
+
+
+def test_a_failing_step_fails_those_in_it(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=2, prompt_tokens=500)
+    prompt = random_ids(30, 1)
+    wanted = expected(engine, prompt, 4)
+    one, two = Heard(), Heard()
+    loop.join(engine.read_request(prompt, 4), one)
+    with monkeypatch.context() as patch:
+        patch.setattr(row_loop, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        loop.step()
+    assert str(one.error) == "out of memory"
+    assert not loop.rows
+    check_slots(loop)
+    loop.join(engine.read_request(prompt, 4), two)
+    while loop.rows:
+        loop.step()
+    assert two.tokens == wanted
+
+
+def test_long_prompts_go_in_blocks() -> None:
+    """With tokens to come on time, a step takes as many prompt tokens as it can bear."""
+    pace = row_loop.Pace(on_gpu=False)
+    assert pace.block(0) == pace.block(3) == 256  # nothing is known yet
+    pace.took(0.1, 3, 0)
+    pace.took(1.0, 0, 250)
+    assert pace.block(0) == 256
+    assert 30 <= pace.block(3) <= 40  # (2.5 - 1) x 0.1 s, at 4 ms per token
+    for _ in range(60):
+        pace.took(1.1, 3, 10)  # attention grows with the text
+    assert pace.block(3) == 16
+
+
+class TestSlots:
+    def test_pool(self) -> None:
+        pool = SlotPool(10, 30)
+        assert pool.take(5) == [(10, 15)]
+        assert pool.take(5) == [(15, 20)]
+        pool.give(10, 15)
+        assert pool.take(12) == [(20, 30), (10, 12)]
+        assert pool.free == 3
+        with pytest.raises(ValueError, match="4 slots are wanted, 3 are free"):
+            pool.take(4)
+        for start, end in [(15, 20), (10, 12), (20, 30)]:
+            pool.give(start, end)
+        assert pool._ranges == [(10, 30)]
+
+    def test_the_oldest_goes_first(self) -> None:
+        residents = Residents(SlotPool(0, 100))
+        for seed in (1, 2, 3):
+            node, there = residents.enter("a", np.array(random_ids(30, seed)))
+            assert there == 0
+            node.segment.length = 30
+            residents.leave(node)
+        assert residents.find("a", np.array(random_ids(30, 1))).at == 30
+        node, _ = residents.enter("a", np.array(random_ids(30, 1)))  # used again
+        residents.leave(node)
+        residents.take(30)
+        found = [residents.find("a", np.array(random_ids(30, seed))).at for seed in (1, 2, 3)]
+        assert found == [30, 0, 30]
