@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ from kvboost.requests import Request
 from kvboost.row_loop import Row
 
 T = TypeVar("T")
+_NOT_ANSWERED = "the server was shut down before this request was answered"
+_TOO_LONG = "the request took longer than the server allows"
 _IDLE_S = 0.5  # how often deadlines of waiting requests are looked at while nothing runs
 
 
@@ -61,7 +63,7 @@ class Ticket:
         self._loop = asyncio.get_running_loop()
         self._tokens: asyncio.Queue[int | None] = asyncio.Queue()
         self._result: GenerationResult | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self.is_over = False
 
     def cancel(self) -> None:
@@ -79,8 +81,8 @@ class Ticket:
     async def __aiter__(self) -> AsyncIterator[int]:
         while (token := await self._tokens.get()) is not None:
             yield token
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     @property
     def result(self) -> GenerationResult:
@@ -98,8 +100,9 @@ class Ticket:
         self._end()
 
     def failed(self, error: Exception) -> None:
-        self._error = error
-        self._end()
+        if not self.is_over:
+            self.error = error
+            self._end()
 
     def _end(self) -> None:
         if not self.is_over:
@@ -285,12 +288,11 @@ class Worker:
         """Whether the thread may end; whoever is left then is told so."""
         if self._stopping or (self._closing and not self._running and not len(self._queue)):
             self._stopping = True
-            error = ShuttingDownError("the server was shut down before this request was answered")
+            error = ShuttingDownError(_NOT_ANSWERED)
             for ticket in [*self._queue.remove_if(lambda _: True), *self._running]:
+                ticket.failed(error)
                 if ticket.row is not None and self.batch is not None:
-                    self.batch.leave(ticket.row)
-                if not ticket.is_over:
-                    ticket.failed(error)
+                    self.batch.leave(ticket.row)  # what it has computed is stored all the same
             self._running = []
             for _, future in self._calls:
                 future.set_exception(error)
@@ -313,7 +315,7 @@ class Worker:
         late = not ticket.is_cancelled
         if late:
             self._stats.timed_out += 1
-            ticket.failed(RequestTimeoutError("the request took longer than the server allows"))
+            ticket.failed(RequestTimeoutError(_TOO_LONG))
         else:
             self._stats.cancelled += 1
         if ticket.row is not None and self.batch is not None:
@@ -354,18 +356,32 @@ class Worker:
         request = ticket.request
         if ticket.answers:
             request.options = request.options.with_streamer(_Streamer(ticket))
-        ticket.done(self.engine.serve(request))  # to read a prompt costs one token of an answer here
+        with _ending_at(ticket.deadline, request.watch.cancelled):
+            result = self.engine.serve(request)  # to read a prompt costs one token of an answer here
+        if self._stopping:
+            ticket.failed(ShuttingDownError(_NOT_ANSWERED))
+        elif ticket.is_late and result.finish_reason == "cancelled":
+            ticket.failed(RequestTimeoutError(_TOO_LONG))
+        else:
+            ticket.done(result)
 
     def _collect(self) -> None:
         """Count those that are through."""
         for ticket in [each for each in self._running if each.is_over]:
             with self._wake:
                 self._running.remove(ticket)
-            if ticket._error is not None:
+            if isinstance(ticket.error, RequestTimeoutError):
+                self._stats.timed_out += 1
+            elif ticket.error is not None:
                 self._stats.failed += 1
-                continue
-            self._stats.answered += 1
-            self._answer_s = 0.8 * self._answer_s + 0.2 * (time.monotonic() - ticket.submitted_at)
+            elif ticket.is_cancelled:
+                self._stats.cancelled += 1
+            else:
+                self._count_answer(ticket)
+
+    def _count_answer(self, ticket: Ticket) -> None:
+        self._stats.answered += 1
+        self._answer_s = 0.8 * self._answer_s + 0.2 * (time.monotonic() - ticket.submitted_at)
 
 
 class _Streamer(BaseStreamer):  # type: ignore[misc]
@@ -384,6 +400,21 @@ class _Streamer(BaseStreamer):  # type: ignore[misc]
 
     def end(self) -> None:
         """The result says that it is over."""
+
+
+@contextlib.contextmanager
+def _ending_at(deadline: float | None, cancelled: threading.Event) -> Iterator[None]:
+    """Set `cancelled` when the time is up, unless the block ends before."""
+    if deadline is None:
+        yield
+        return
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), cancelled.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _call(function: Callable[[], T], future: Future[T]) -> None:

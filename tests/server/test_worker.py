@@ -1,0 +1,242 @@
+"""The worker: a queue, a running batch, answers on their way; whatever happens, everyone hears the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvboost import GenerationMode, KVBoost, row_loop
+from kvboost.errors import InvalidRequestError, KVBoostError
+from kvboost.server.worker import (
+    FairQueue,
+    QueueFullError,
+    RequestTimeoutError,
+    ShuttingDownError,
+    Ticket,
+    Worker,
+)
+from tests.tiny_models import random_ids
+
+MakeEngine = Callable[..., KVBoost]
+
+
+def with_worker(
+    engine: KVBoost, body: Callable[[Worker], Awaitable[None]], closing_s: float = 5.0, **options: Any
+) -> Worker:
+    """Run `body` in an event loop; the worker must end in time."""
+    worker = Worker(engine, **options)
+
+    async def main() -> None:
+        try:
+            await asyncio.wait_for(body(worker), 60)
+        finally:
+            await asyncio.to_thread(worker.close, closing_s)
+
+    asyncio.run(main())
+    assert not worker.is_alive
+    if worker.batch is not None:
+        assert not worker.batch.rows
+    return worker
+
+
+async def tokens_of(ticket: Ticket) -> list[int]:
+    return [token async for token in ticket]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("batching", [True, False])
+@pytest.mark.parametrize("mode", ["prefix_cache", "chunk_kv_reuse", "baseline"])
+def test_answers_equal_generate(make_engine: MakeEngine, batching: bool, mode: str) -> None:
+    engine = make_engine()
+    prompts = [random_ids(60, 1) + random_ids(5 + n, n + 2) for n in range(12)]
+    expected = [engine.generate(p, 6, mode=GenerationMode.BASELINE).token_ids for p in prompts]
+
+    async def body(worker: Worker) -> None:
+        tickets = [worker.submit(engine.read_request(p, 6, mode)) for p in prompts]
+        found = await asyncio.gather(*(tokens_of(ticket) for ticket in tickets))
+        assert found == expected
+        assert [ticket.result.token_ids for ticket in tickets] == expected
+        await until(lambda: worker.stats.answered == 12)  # what is stored comes after the answer
+        assert worker.stats.running == worker.stats.waiting == 0
+
+    worker = with_worker(engine, body, batching=batching, max_rows=4, batch_tokens=2_000)
+    if worker.batch is not None and mode == "prefix_cache":
+        assert worker.batch.counts.joined == 12
+
+
+def test_who_goes_away_frees_the_place(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    async def body(worker: Worker) -> None:
+        long = [
+            worker.submit(engine.read_request(random_ids(20, n), 900, min_new_tokens=900)) for n in (1, 2)
+        ]
+        waiting = worker.submit(engine.read_request(random_ids(20, 3), 4))
+        gone = worker.submit(engine.read_request(random_ids(20, 4), 4))
+        await until(lambda: worker.stats.running == 2)
+        gone.cancel()
+        long[0].cancel()
+        assert len(await tokens_of(waiting)) == 4
+        with pytest.raises(KVBoostError, match="cancelled"):
+            await tokens_of(gone)
+        assert long[0].is_over
+        assert not long[1].is_over
+        long[1].cancel()
+        await until(lambda: worker.stats.running == 0)
+        assert worker.stats.cancelled == 3
+        assert 0 < len(await tokens_of(long[1])) < 900
+        assert long[1].result.finish_reason == "cancelled"
+
+    with_worker(engine, body, max_rows=2, batch_tokens=2_500)
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_limits(make_engine: MakeEngine, batching: bool) -> None:
+    """A full queue, time that is up, and what never fits."""
+    engine = make_engine()
+
+    def read(n: int, new: int = 900) -> Any:
+        return engine.read_request(random_ids(20, n), new, min_new_tokens=new)
+
+    async def body(worker: Worker) -> None:
+        running = worker.submit(read(1))
+        await until(lambda: worker.stats.running == 1)
+        late = worker.submit(read(2), timeout_s=0.05)
+        queued = worker.submit(read(3, 2))
+        with pytest.raises(QueueFullError) as refused:
+            worker.submit(read(4))
+        assert 1 <= refused.value.retry_after_s <= 60
+        assert worker.stats.refused == 1
+        if worker.batch is not None:
+            with pytest.raises(InvalidRequestError, match="need room for"):
+                worker.submit(engine.read_request(random_ids(1_000, 5), 20))
+        running.cancel()
+        with pytest.raises(RequestTimeoutError):
+            await tokens_of(late)
+        assert len(await tokens_of(queued)) == 2
+        if worker.batch is not None:  # and while it runs
+            slow = worker.submit(read(6), timeout_s=0.2)
+            with pytest.raises(RequestTimeoutError):
+                await tokens_of(slow)
+            await until(lambda: not worker.batch or not worker.batch.rows)
+
+    with_worker(engine, body, batching=batching, max_rows=1, batch_tokens=980, max_waiting=2)
+
+
+def test_closing_finishes_or_fails(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ends: list[Any] = []
+
+    async def body(worker: Worker) -> None:
+        quick = worker.submit(engine.read_request(random_ids(20, 1), 5))
+        slow = worker.submit(engine.read_request(random_ids(20, 2), 1_000, min_new_tokens=1_000))
+        waiting = worker.submit(engine.read_request(random_ids(20, 3), 1_000, min_new_tokens=1_000))
+        await until(lambda: worker.stats.running == 2)
+        closing = asyncio.create_task(asyncio.to_thread(worker.close, 0.3))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ShuttingDownError):
+            worker.submit(engine.read_request(random_ids(20, 4), 5))
+        assert len(await tokens_of(quick)) == 5
+        ends.extend(await asyncio.gather(tokens_of(slow), tokens_of(waiting), return_exceptions=True))
+        await closing
+        with pytest.raises(ShuttingDownError):
+            worker.call(lambda: None).result()
+
+    with_worker(engine, body, max_rows=2, batch_tokens=4_000)
+    assert isinstance(ends[1], ShuttingDownError)
+    assert isinstance(ends[0], ShuttingDownError)
+    assert engine.explain([*random_ids(20, 1), 5]).cached_tokens >= 16  # what was computed is kept
+
+
+def test_a_broken_step_is_survived(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    async def body(worker: Worker) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(row_loop, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("no memory")))
+            with pytest.raises(RuntimeError, match="no memory"):
+                await tokens_of(worker.submit(engine.read_request(random_ids(20, 1), 5)))
+        assert len(await tokens_of(worker.submit(engine.read_request(random_ids(20, 1), 5)))) == 5
+        await until(lambda: worker.stats.answered == 1)
+        assert worker.stats.failed == 1
+
+    with_worker(engine, body)
+
+
+def test_reading_ahead_and_calls_between_steps(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompt = random_ids(64, 1)
+
+    async def body(worker: Worker) -> None:
+        ticket = worker.submit(engine.read_request(prompt, 1), answers=False)
+        assert await tokens_of(ticket) == []
+        assert ticket.result.prompt_tokens == 64
+        found = await asyncio.wrap_future(worker.call(lambda: engine.explain([*prompt, 5]).cached_tokens))
+        assert found == 64
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wrap_future(worker.call(lambda: 1 // 0))
+
+    with_worker(engine, body)
+
+
+def test_tenants_take_turns() -> None:
+    class Waiting:
+        def __init__(self, tenant: str, number: int) -> None:
+            self.tenant, self.number = tenant, number
+
+    queue = FairQueue(10)
+    for tenant, number in [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("c", 5), ("b", 6)]:
+        queue.add(Waiting(tenant, number))  # type: ignore[arg-type]
+    assert len(queue) == 6
+    removed = queue.remove_if(lambda ticket: ticket.number == 2)  # type: ignore[attr-defined]
+    assert [each.number for each in removed] == [2]  # type: ignore[attr-defined]
+    assert [queue.pop().number for _ in range(5)] == [1, 4, 5, 3, 6]  # type: ignore[attr-defined]
+    assert queue.first() is None
+    assert len(queue) == 0
+
+
+def test_many_clients_that_come_and_go(make_engine: MakeEngine) -> None:
+    """Some vanish, some are late, the arena is small: nobody waits for ever, and no place is lost."""
+    engine = make_engine(max_chunks=8)
+    ended: list[str] = []
+
+    async def client(worker: Worker, number: int) -> None:
+        await asyncio.sleep(number % 7 * 0.01)
+        prompt = random_ids(40, number % 3) + random_ids(number % 11 + 1, number)
+        try:
+            ticket = worker.submit(
+                engine.read_request(prompt, 12),
+                tenant=str(number % 4),
+                timeout_s=0.3 if number % 5 == 0 else 20,
+            )
+        except QueueFullError:
+            ended.append("refused")
+            return
+        if number % 4 == 0:
+            await asyncio.sleep(0.02)
+            ticket.cancel()
+        try:
+            await tokens_of(ticket)
+            ended.append(ticket.result.finish_reason)
+        except KVBoostError as error:
+            ended.append(type(error).__name__)
+
+    async def body(worker: Worker) -> None:
+        started = time.monotonic()
+        await asyncio.gather(*(client(worker, number) for number in range(80)))
+        assert time.monotonic() - started < 30
+        await until(lambda: worker.stats.waiting == worker.stats.running == 0)
+        assert worker.batch is not None
+        assert worker.batch.residents.pool.free + worker.batch.residents.tokens == 300
+
+    with_worker(engine, body, max_rows=3, batch_tokens=300, max_waiting=30)
+    assert len(ended) == 80
+    assert {"length", "refused"} <= set(ended)
