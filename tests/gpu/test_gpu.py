@@ -10,6 +10,7 @@ import torch
 
 from kvboost import KVBoost
 from tests.equivalence.capture import generate_with_logits
+from tests.engine.test_row_loop import run
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 pytestmark = [
@@ -168,6 +169,20 @@ def test_scores_in_half_precision_stay_close(
     for _ in ("cold", "warm"):
         found = [float(score) for score in engine.score(prompts, continuations)]
         assert found == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("cache_device", ["cpu", "model"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_running_batch_equals_baseline(
+    architecture: str, cache_device: str, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(architecture, device="cuda", cache_device=cache_device)
+    shared = random_ids(90, seed=60)
+    prompts = [shared[: 90 - 11 * (i % 3)] + random_ids(1 + 7 * i, seed=61 + i) for i in range(7)]
+    expected = [engine.generate(prompt, 12, mode="baseline").token_ids for prompt in prompts]
+    loop = engine.running_batch(max_rows=3, prompt_tokens=600)
+    heard = run(loop, [(2 * i, engine.read_request(prompt, 12)) for i, prompt in enumerate(prompts)])
+    assert [one.tokens for one in heard] == expected
 
 
 def test_a_disk_cache_serves_the_gpu(make_engine: MakeEngine, tmp_path: Any) -> None:
