@@ -185,15 +185,22 @@ class Residents:
         for each in node.path:
             each.users -= 1
         path = node.path
-        if path and all(path[0].parent is not root for root in self._roots.values()):
-            for each in path[::-1]:  # cleared away meanwhile
-                if not each.users:
-                    self._remove(each)
+        if self._forget_if_cleared(path):
             return
         for each in path:
             if not each.users and not each.is_filled:
                 self._cut_back(each)
                 return
+
+    def release(self, nodes: list[Node]) -> Node:
+        """One user less of the last `nodes` of a path, all of them filled; returns the node before them."""
+        before = nodes[0].parent
+        assert before is not None
+        self._touch(nodes[-1])
+        for node in nodes:
+            node.users -= 1
+        self._forget_if_cleared(nodes[-1].path)
+        return before
 
     def take(self, count: int) -> list[tuple[int, int]]:
         """Free slots, in ranges, made free where that is needed."""
@@ -256,6 +263,15 @@ class Residents:
         assert node.parent is not None
         node.parent.children.remove(node)
         self.pool.give(node.segment.start, node.segment.start + node.segment.capacity)
+
+    def _forget_if_cleared(self, path: list[Node]) -> bool:
+        """Free what nobody uses of a path that was cleared away meanwhile; False where it was not."""
+        if not path or any(path[0].parent is root for root in self._roots.values()):
+            return False
+        for node in path[::-1]:
+            if not node.users:
+                self._remove(node)
+        return True
 
     def _touch(self, node: Node) -> None:
         self._clock += 1

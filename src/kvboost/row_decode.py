@@ -66,6 +66,11 @@ class DecodingRow:
         """Prompt and answer, `[1, tokens]`."""
         return self._ids[:, : self._prompt_tokens + len(self.new_ids)]
 
+    @property
+    def takes_the_largest(self) -> bool:
+        """Whether the next token is nothing but the one with the largest logit, whatever was said before."""
+        return not self._processors and not self.options.config.do_sample and not self._criteria
+
     def choose(self, logits: torch.Tensor) -> int:
         """The next token from `logits` `[vocab]`."""
         if not self._processors and not self.options.config.do_sample:

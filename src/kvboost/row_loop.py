@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from kvboost import decode
 from kvboost.arena import Arena, KVLayout
@@ -36,6 +37,7 @@ from kvboost.rows import Extension, Segment, extend
 
 SHARED_REASON = "in use by another request"
 LANE_TOKENS = 256  # of an answer; a longer one is moved on, so that lanes stay equal
+_PULLED_SHARE = 2  # of a lane: the end of a prompt up to this long is taken into it
 _ALONE_BLOCK = {False: 256, True: 2048}  # prompt tokens per step while nobody waits for a next token
 _LEAST_BLOCK = 16
 _MAX_SLOWDOWN = 2.5  # of a step by prompt tokens that go along with it
@@ -72,6 +74,7 @@ class Row:
         self.decoding: DecodingRow
         self.stored = 0  # of its prompt
         self.started = False  # its last prompt token went through
+        self.pulled = False  # the end of its prompt lies in its lane, if it could
 
     @property
     def limit(self) -> int:
@@ -315,9 +318,36 @@ class RowLoop:
     def _make_lanes(self, speaking: list[Row]) -> None:
         """Let every lane have room for a token, behind all that comes before it."""
         for row in speaking:
+            if row.started and not row.pulled:
+                self._pull_in(row)
             if row.lane.length == row.lane.capacity:
                 self._move_on(row)
             row.lane.before = row.segments
+
+    def _pull_in(self, row: Row) -> None:
+        """Copy the end of a prompt that nobody else uses into its row's lane.
+
+        There the step's one call for all lanes reads it; as a node of its own it would take a call per layer.
+        """
+        row.pulled = True
+        own: list[Node] = []
+        count = 0
+        for node in row.node.path[::-1]:
+            if node.users > 1 or count + len(node.tokens) > LANE_TOKENS // _PULLED_SHARE:
+                break
+            own.insert(0, node)
+            count += len(node.tokens)
+        lane = row.lane
+        if not count or lane.length > count or row.moved_on:
+            return
+        self._arena.move(lane.start, lane.start + count, lane.length)
+        at = lane.start
+        for node in own:
+            self._arena.move(node.segment.start, at, len(node.tokens))
+            at += len(node.tokens)
+        row.node = self.residents.release(own)
+        row.lane = Segment(lane.start, LANE_TOKENS, row.segments)
+        row.lane.length = count + lane.length
 
     def _move_on(self, row: Row) -> None:
         """Take a full lane's KV elsewhere, and begin it anew."""
@@ -344,12 +374,21 @@ class RowLoop:
         """Run the extensions and choose the next tokens; returns the rows for which that failed."""
         failed: dict[int, Exception] = {}
         with decode.running(self._model, fast=True):
-            for number, _, logits in extend(self._model, self._arena, extensions):
-                row = speaking[number - fills]
-                try:
-                    row.decoding.append(row.decoding.choose(logits[0]))
-                except Exception as error:  # a processor of the request: the others go on
-                    failed[id(row)] = error
+            found = [
+                (speaking[number - fills], logits[0])
+                for number, _, logits in extend(self._model, self._arena, extensions)
+            ]
+            greedy = [(row, logits) for row, logits in found if row.decoding.takes_the_largest]
+            if greedy:  # one question to the device for them all
+                largest = torch.stack([logits for _, logits in greedy]).argmax(-1).tolist()
+                for (row, _), token in zip(greedy, largest, strict=True):
+                    row.decoding.append(token)
+            for row, logits in found:
+                if not row.decoding.takes_the_largest:
+                    try:
+                        row.decoding.append(row.decoding.choose(logits))
+                    except Exception as error:  # a processor of the request: the others go on
+                        failed[id(row)] = error
         return failed
 
     # --- going -------------------------------------------------------------------------------
@@ -432,7 +471,7 @@ def _growth(request: Request, answers: bool) -> int:
     """Slots beyond its lane that an answer may need."""
     if not answers:
         return 0
-    return request.options.max_new_tokens // LANE_TOKENS * LANE_TOKENS
+    return (request.options.max_new_tokens + LANE_TOKENS // _PULLED_SHARE) // LANE_TOKENS * LANE_TOKENS
 
 
 def _filled(row: Row) -> int:

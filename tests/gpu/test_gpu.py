@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from tests.equivalence.capture import generate_with_logits
 from tests.engine.test_row_loop import run
+from tests.equivalence.capture import generate_with_logits
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 pytestmark = [

@@ -117,7 +117,7 @@ def test_limits(make_engine: MakeEngine, batching: bool) -> None:
         assert worker.stats.refused == 1
         if worker.batch is not None:
             with pytest.raises(InvalidRequestError, match="need room for"):
-                worker.submit(engine.read_request(random_ids(1_000, 5), 20))
+                worker.submit(engine.read_request(random_ids(100, 5), 900))
         running.cancel()
         with pytest.raises(RequestTimeoutError):
             await tokens_of(late)
@@ -128,7 +128,7 @@ def test_limits(make_engine: MakeEngine, batching: bool) -> None:
                 await tokens_of(slow)
             await until(lambda: not worker.batch or not worker.batch.rows)
 
-    with_worker(engine, body, batching=batching, max_rows=1, batch_tokens=980, max_waiting=2)
+    with_worker(engine, body, batching=batching, max_rows=1, batch_tokens=1_060, max_waiting=2)
 
 
 def test_closing_finishes_or_fails(make_engine: MakeEngine) -> None:
