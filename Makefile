@@ -11,8 +11,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(VENV)/.ready
 	$(VENV)/bin/kvboost demo
 
+# First the tests on tiny models, two at a time, then those of the real one, which takes all cores.
 test: $(VENV)/.full
-	$(VENV)/bin/python -m pytest -m "not slow and not soak" tests
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not soak and not real_model" tests
+	$(VENV)/bin/python -m pytest -m "not slow and not soak and real_model" tests
 
 check: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -71,13 +73,14 @@ format: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt pip
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin]" --group dev
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin,server]" --group dev
 	$(VENV)/bin/pip install --quiet --no-deps $(BUILTIN)
 	touch $@
 
-# What only some tests need: lm-evaluation-harness and the documentation's tools. The demo does not wait for them.
+# What only some tests need: lm-evaluation-harness, clients of the server, and the documentation's tools. The demo
+# does not wait for them.
 $(VENV)/.full: $(VENV)/.ready
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[eval,docs]"
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[eval,docs]" --group server-test
 	touch $@
 
 $(COMPAT)/.ready: pyproject.toml constraints-compat.txt

@@ -139,6 +139,7 @@ def peers(
 def peers_table(record: dict[str, Any]) -> Table:
     """A row per length and contestant; where kvboost takes longer than another, it says so in red."""
     table = simple_table("shared")
+    table.columns[0].no_wrap = True
     table.add_column("", no_wrap=True)
     for heading in (
         "first token, ms\nmedian (range)",
