@@ -143,9 +143,9 @@ def peers_table(record: dict[str, Any]) -> Table:
     table.add_column("", no_wrap=True)
     for heading in (
         "first token, ms\nmedian (range)",
-        "kvboost\nis at",
-        "decode\ntok/s",
-        "same\ntokens",
+        "ours\nat",
+        "tok/s",
+        "same",
         "KL",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -186,9 +186,9 @@ def reordered_parts(record: dict[str, Any]) -> list[Table | str]:
     )
     for heading in (
         "first token, ms\nmedian (range)",
-        "kvboost\nis at",
-        "decode\ntok/s",
-        "same\ntokens",
+        "ours\nat",
+        "tok/s",
+        "same",
         "KL",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -209,7 +209,7 @@ def _cells(found: dict[str, Any], ours_ms: float, *, is_ours: bool) -> tuple[str
         "" if is_ours else against,
         f"{decode['median']:.1f}" if decode else "-",
         f"{found['same_tokens_as_plain']}/{found['compared_with_plain']}",
-        "-" if kl is None else f"{kl:.2g}",
+        "-" if kl is None else f"{kl:.1g}",
     )
 
 
