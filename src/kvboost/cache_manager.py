@@ -9,6 +9,7 @@ several threads, and none of them waits for a forward of the model. Knows no mod
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,6 +242,14 @@ class KVCacheManager:
                 recomputed=recomputed,
                 prefill_seconds=prefill_seconds,
             )
+
+    def most_used(self, count: int) -> list[KeptChunk]:
+        """The `count` chunks that were used most, as they are now."""
+        with self._lock:
+            entries = heapq.nlargest(
+                count, self._store.entries.values(), key=lambda entry: entry.chunk.access_count
+            )
+            return [entry.chunk for entry in entries]
 
     def count_corrupt(self, chunks: int) -> None:
         """Book chunks that were found damaged."""

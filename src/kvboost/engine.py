@@ -759,21 +759,30 @@ class InferenceEngine:
     # --- why, and why not --------------------------------------------------------------------
 
     def explain(
-        self, prompt: Prompt, max_new_tokens: int = 64, *, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 64,
+        *,
+        mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
+        cache_salt: str | None = None,
     ) -> Explanation:
         """What would be reused of `prompt`, span by span, and why the rest would not. Changes nothing."""
+        checked_mode = choice(GenerationMode, "mode", mode)
         salt = self._salt(cache_salt)
         tokens = self._reader.read(prompt, salt)
         ids = tokens.token_ids
-        if self._requests.is_gated(len(ids) + max_new_tokens):
-            spans: tuple[Span, ...] = (Span(0, len(ids), Origin.LIVE, rope.GATED_REASON),)
+        gated = self._requests.is_gated(len(ids) + max_new_tokens)
+        if gated or checked_mode is GenerationMode.BASELINE:
+            reason = rope.GATED_REASON if gated else "baseline"
+            spans: tuple[Span, ...] = (Span(0, len(ids), Origin.LIVE, reason),)
             return explain_spans(spans, ids.tolist(), self.tokenizer.decode, lambda _key: None, None)
-        refusal = self._approximation.refusal(len(ids))
+        with_content = checked_mode is GenerationMode.CHUNK_KV_REUSE
+        refusal = self._approximation.refusal(len(ids)) if with_content else ""
         plan = self.assembler.plan(
             ids,
             self._namespaces.current(salt),
             limit=len(ids) - 1,
-            mode=AssemblyMode.CHUNK_REUSE,
+            mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
             estimate=self._approximation.estimate,
             refusal=refusal,
         )
@@ -786,7 +795,7 @@ class InferenceEngine:
             positions = (chunk.position_start, chunk.position_end)
             return positions, chunk.access_count, not chunk.kv.is_loaded
 
-        note = refusal or self._approximation.choice(plan)
+        note = refusal or (self._approximation.choice(plan) if with_content else "")
         return explain_spans(
             plan.spans(), ids.tolist(), self.tokenizer.decode, donor_of, plan.match.divergence, note
         )

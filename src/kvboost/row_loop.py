@@ -121,13 +121,13 @@ class Pace:
     def __init__(self, on_gpu: bool) -> None:
         self._most = _ALONE_BLOCK[on_gpu]
         self._step_s = 0.0
-        self._token_s = 0.0
+        self.token_s = 0.0  # of a prompt token, as measured
 
     def block(self, decoding: int) -> int:
         """Prompt tokens for the next step, in which `decoding` rows get a token."""
-        if not decoding or not self._token_s or not self._step_s:
+        if not decoding or not self.token_s or not self._step_s:
             return self._most
-        allowed = (_MAX_SLOWDOWN - 1) * self._step_s / self._token_s
+        allowed = (_MAX_SLOWDOWN - 1) * self._step_s / self.token_s
         return int(min(self._most, max(_LEAST_BLOCK, allowed)))
 
     def took(self, seconds: float, decoding: int, prompt_tokens: int) -> None:
@@ -135,9 +135,9 @@ class Pace:
         if not prompt_tokens:
             self._step_s = _mean(self._step_s, seconds)
         elif not decoding:
-            self._token_s = _mean(self._token_s, seconds / prompt_tokens)
+            self.token_s = _mean(self.token_s, seconds / prompt_tokens)
         elif self._step_s:
-            self._token_s = _mean(self._token_s, max(0.0, seconds - self._step_s) / prompt_tokens)
+            self.token_s = _mean(self.token_s, max(0.0, seconds - self._step_s) / prompt_tokens)
 
 
 def _mean(so_far: float, value: float) -> float:
@@ -412,8 +412,12 @@ class RowLoop:
         row.listener.done(result)
         self._store(row, decoded.token_ids)
         if row.answers:
+            live = len(request.prompt) - result.cached_tokens
             self._manager.count_request(
-                reused=result.cached_tokens, total=len(request.prompt), reason=row.plan.reason
+                reused=result.cached_tokens,
+                total=len(request.prompt),
+                reason=row.plan.reason,
+                prefill_seconds=live * self._pace.token_s if self._pace.token_s else None,
             )
         self._drop(row)
 

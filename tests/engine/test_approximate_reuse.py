@@ -180,6 +180,13 @@ def test_other_modes_use_nothing_approximate(make_engine: MakeEngine) -> None:
     engine.clear()
     engine.warm(one)
     engine.warm(two)
+    explained = {
+        mode: engine.explain(prompt, mode=mode) for mode in ("chunk_kv_reuse", "prefix_cache", "baseline")
+    }
+    assert explained["chunk_kv_reuse"].cached_tokens == len(one) + len(two)
+    assert explained["prefix_cache"].cached_tokens == explained["baseline"].cached_tokens == 0
+    assert explained["prefix_cache"].choice == ""
+    assert [span.reason for span in explained["baseline"]] == ["baseline"]
     assert approximate_tokens(engine.generate(prompt, max_new_tokens=6)) == len(one) + len(two)
     again = engine.generate(prompt, max_new_tokens=6, mode="prefix_cache")  # nor the chain, nor the arena
     assert {span.origin for span in again.spans} <= {Origin.LIVE, Origin.EXACT}

@@ -67,8 +67,9 @@ class Ticket:
         self.is_over = False
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more. It can be called twice, and from any thread."""
-        self.request.watch.cancelled.set()
+        """Nobody wants the answer any more. It can be called twice, from any thread, and too late."""
+        if not self.is_over:
+            self.request.watch.cancelled.set()
 
     @property
     def is_cancelled(self) -> bool:
