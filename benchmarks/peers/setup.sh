@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes an environment per peer: setup.sh FOLDER [NAME ...]. Called by `make peers`.
 #
-# FOLDER/<name>/ is a virtual environment with peer.json in it, which tells the benchmark how to start the peer. A peer
-# that cannot be installed leaves the reason in FOLDER/<name>/unavailable.txt; that is no error. What is
-# there already stays; remove FOLDER/<name> to make it anew.
+# FOLDER/<name>/ is a virtual environment with peer.json in it, which tells the benchmark how to start the peer: a
+# worker that speaks JSON lines (`kvboost bench peers`) or an HTTP server (`kvboost bench serve`). A peer that cannot be
+# installed leaves the reason in FOLDER/<name>/unavailable.txt; that is no error. What is there already stays; remove
+# FOLDER/<name> to make it anew.
 #
 # torch is a CPU build or nothing: nobody wants gigabytes of CUDA for a benchmark of the CPU. Where pip does not find one,
 # give it PyTorch's own index: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make peers
@@ -15,7 +16,7 @@ shift
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 names=("$@")
-[ ${#names[@]} -eq 0 ] && names=(llama_cpp kvboost_pypi vllm)
+[ ${#names[@]} -eq 0 ] && names=(llama_cpp kvboost_pypi vllm transformers_serve)
 python=${PYTHON:-python3}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -38,6 +39,18 @@ install_vllm() {  # without torchvision and the like, which text does not need
     pip_install "$torch" && pip_install --no-deps -r "$here/requirements-vllm.txt"
 }
 
+install_transformers_serve() {
+    pip_install "$torch" -c "$here/../../constraints.txt" -r "$here/requirements-transformers_serve.txt"
+}
+
+try_worker() {  # imports all it needs, and ends with its input
+    "$target/bin/python" "$here/worker_$name.py" </dev/null
+}
+
+try_transformers_serve() {
+    HF_HUB_OFFLINE=1 "$target/bin/transformers" serve --help
+}
+
 pip_install() {
     "$target/bin/pip" install --quiet --no-input "$@"
 }
@@ -45,10 +58,17 @@ pip_install() {
 label_llama_cpp="llama.cpp"
 label_kvboost_pypi="PyPI's kvboost"
 label_vllm="vLLM (CPU)"
+label_transformers_serve="transformers serve"
 
 for name in "${names[@]}"; do
     target=$folder/$name
     label=label_$name
+    try=try_worker
+    started_by="\"worker\": \"$here/worker_$name.py\""
+    if [ "$name" = transformers_serve ]; then
+        try=try_transformers_serve
+        started_by='"serve": ["-m", "transformers.cli.transformers", "serve"]'
+    fi
     if [ -z "${!label:-}" ]; then
         echo "setup.sh: no peer is called $name" >&2
         exit 2
@@ -62,13 +82,13 @@ for name in "${names[@]}"; do
     echo "$name: installing (log: $target/install.log)"
     if "$python" -m venv "$target" >"$target/install.log" 2>&1 \
         && "install_$name" >>"$target/install.log" 2>&1 \
-        && "$target/bin/python" "$here/worker_$name.py" </dev/null >>"$target/install.log" 2>&1; then
+        && "$try" >>"$target/install.log" 2>&1; then
         environment=""
         # vLLM's manual asks for Intel's OpenMP to be loaded first; it came with the packages.
         [ "$name" = vllm ] && [ -e "$target/lib/libiomp5.so" ] \
             && environment="\"LD_PRELOAD\": \"$target/lib/libiomp5.so\", \"KMP_BLOCKTIME\": \"1\""
-        printf '{"label": "%s", "python": "bin/python", "worker": "%s", "environment": {%s}}\n' \
-            "${!label}" "$here/worker_$name.py" "$environment" >"$target/peer.json"
+        printf '{"label": "%s", "python": "bin/python", %s, "environment": {%s}}\n' \
+            "${!label}" "$started_by" "$environment" >"$target/peer.json"
         echo "$name: ready"
     else
         reason=$(grep -E "ERROR|Error|error:|only" "$target/install.log" | tail -n 1 | cut -c -300)

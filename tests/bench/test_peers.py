@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvboost.bench import peers
-from kvboost.bench.peer_process import PeerFailedError, PeerProcess, reason_not_there
+from kvboost.bench.peer_process import HTTP_PEER, PeerFailedError, PeerProcess, reason_not_there
 from kvboost.bench.peers import PeerSettings
 from kvboost.cli import bench_peers
 from tests.tiny_models import VOCAB, tiny_model
@@ -123,6 +123,8 @@ def test_peers_good_and_bad_in_one_run(
     (tmp_path / "peers" / "vllm").mkdir()
     (tmp_path / "peers" / "vllm" / "unavailable.txt").write_text("cannot be installed:\n no wheel\n")
     (tmp_path / "peers" / "llama_cpp").mkdir()  # an installation that was interrupted
+    (tmp_path / "peers" / HTTP_PEER).mkdir()  # a server, which another benchmark asks
+    (tmp_path / "peers" / HTTP_PEER / "peer.json").write_text('{"label": "server", "serve": []}')
     engine = make_engine(model=constant_model(), recompute_strategy="cacheblend")
     steps: list[tuple[int, int, str]] = []
     record = peers.run(engine, "tiny", SMALL, tmp_path / "peers", lambda *step: steps.append(step))

@@ -29,12 +29,7 @@ from kvboost import models
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
 
-NOT_YET: frozenset[str] = frozenset(
-    {
-        "module kvboost.server",
-        "command serve",
-    }
-)
+NOT_YET: frozenset[str] = frozenset()
 
 REQUIRED = inspect.Parameter.empty
 Parameters = dict[str, Any]

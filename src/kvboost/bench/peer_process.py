@@ -22,6 +22,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 import torch
 
+HTTP_PEER = "transformers_serve"  # beside the others, but a server: `bench serve` knows how to ask it
 _LAST_WORDS = 300  # characters of a dead peer's log
 _CLOSING_S = 10.0
 

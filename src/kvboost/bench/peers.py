@@ -28,7 +28,14 @@ from kvboost.bench.contestants import (
     Plain,
     engine_answer,
 )
-from kvboost.bench.peer_process import Participant, PeerFailedError, PeerProcess, Turn, reason_not_there
+from kvboost.bench.peer_process import (
+    HTTP_PEER,
+    Participant,
+    PeerFailedError,
+    PeerProcess,
+    Turn,
+    reason_not_there,
+)
 from kvboost.bench.prefix import spread_rounds
 from kvboost.bench.record import machine_record
 from kvboost.bench.text import TextSource
@@ -256,7 +263,7 @@ class _Bench:
         documents = settings.documents * settings.document_tokens if settings.reordered else 0
         longest = max(*settings.lengths, documents)
         context_tokens = longest + settings.tail_tokens + settings.new_tokens + _SPARE_TOKENS
-        there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        there = {path.name for path in folder.iterdir()} - {HTTP_PEER} if folder.is_dir() else set()
         for name in [*KNOWN, *sorted(there - set(KNOWN))]:
             self._step(f"loading {KNOWN.get(name, name)}", steps=0)
             reason = reason_not_there(folder / name)

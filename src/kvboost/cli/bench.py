@@ -23,6 +23,7 @@ from kvboost.cli.bench_evaluation import evaluation
 from kvboost.cli.bench_peers import peers
 from kvboost.cli.bench_quant import quant
 from kvboost.cli.bench_reuse import quality, rag
+from kvboost.cli.bench_serve import serve
 from kvboost.cli.bench_store import eviction, lookup
 from kvboost.cli.counts import read_counts
 from kvboost.cli.options import engine_options
@@ -53,6 +54,7 @@ bench.add_command(chat)
 bench.add_command(compare)
 bench.add_command(evaluation)
 bench.add_command(peers)
+bench.add_command(serve)
 
 
 @bench.command()

@@ -16,6 +16,7 @@ from kvboost.cli.demo import demo
 from kvboost.cli.disk import disk
 from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
+from kvboost.cli.serve import serve
 from kvboost.cli.stats import stats
 from kvboost.cli.verify import verify
 from kvboost.cli.warm import warm
@@ -57,6 +58,7 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     kvboost demo                                  see it work, on a built-in model
     kvboost generate builtin "Why is the sky blue?" --chat
     kvboost warm builtin handbook.txt --cache DIR  read texts once, keep them
+    kvboost serve builtin                         answer any OpenAI client, with a page at /
     kvboost stats --cache DIR                     see what is kept
     kvboost explain builtin PROMPT --cache DIR    what would be reused, and why not the rest
     kvboost disk check DIR                        check over what --disk-cache-dir keeps
@@ -71,6 +73,7 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
 main.add_command(demo)
 main.add_command(generate)
 main.add_command(warm)
+main.add_command(serve)
 main.add_command(explain)
 main.add_command(stats)
 main.add_command(calibrate)

@@ -1,0 +1,195 @@
+"""`kvboost bench serve`: a server under load, beside itself without batching and beside transformers serve.
+
+Knows how the record is shown, not how it is measured.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from kvboost.cli.bench_view import bar, prepare, show, simple_table, title
+
+_COUNT = click.IntRange(min=1)
+_RATE = click.FloatRange(min=0, min_open=True)
+
+
+def _range(_context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    """ "600-1000" as two numbers."""
+    low, _, high = value.partition("-")
+    try:
+        found = int(low), int(high or low)
+    except ValueError:
+        found = (0, 0)
+    if not 1 <= found[0] <= found[1]:
+        raise click.BadParameter(f"expected something like 600-1000, got {value!r}", param=parameter)
+    return found
+
+
+@click.command()
+@click.option("--requests", type=_COUNT, default=48, show_default=True, help="Per server and round.")
+@click.option(
+    "--rate",
+    type=_RATE,
+    default=8.0,
+    show_default=True,
+    help="Arrivals per second, more than a server can answer: then the time to the last answer counts.",
+)
+@click.option("--prefixes", type=_COUNT, default=4, show_default=True, help="Beginnings that are shared.")
+@click.option(
+    "--prefix-tokens", default="600-1000", show_default=True, callback=_range, help="Length of each."
+)
+@click.option(
+    "--tail-tokens", default="20-60", show_default=True, callback=_range, help="New behind it, per request."
+)
+@click.option("--new-tokens", type=_COUNT, default=48, show_default=True, help="Longest answer.")
+@click.option("--rounds", type=_COUNT, default=1, show_default=True, help="Fresh servers and text in each.")
+@click.option(
+    "--long-tokens",
+    type=click.IntRange(min=0),
+    default=4_000,
+    show_default=True,
+    help="A prompt of this length arrives amid a steady load; 0 leaves that part out.",
+)
+@click.option(
+    "--steady-requests", type=_COUNT, default=32, show_default=True, help="Of that load, with and without it."
+)
+@click.option("--steady-rate", type=_RATE, default=1.0, show_default=True, help="Arrivals per second.")
+@click.option(
+    "--only",
+    "contestants",
+    multiple=True,
+    type=click.Choice(["kvboost", "no_batching", "transformers_cb", "transformers"]),
+    help="Servers that take part; several times for several.  [default: all]",
+)
+@click.option(
+    "--serve-flags",
+    default="",
+    metavar="FLAGS",
+    help='More flags for both of kvboost\'s servers, e.g. "--max-rows 8".',
+)
+@click.option(
+    "--peers-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=".venv-peers",
+    show_default=True,
+    help="Where `make peers` put the environments.",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=1),
+    default=900.0,
+    show_default=True,
+    help="Seconds that a server has to answer everything.",
+)
+@click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
+@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and arrivals.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON.")
+def serve(
+    contestants: tuple[str, ...],
+    serve_flags: str,
+    peers_dir: Path,
+    deadline: float,
+    model: str,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """A server under load: requests that arrive at random and share beginnings, over HTTP, streamed.
+
+    Four servers, each started as a process of its own and asked the same: kvboost serve, the same with
+    --no-batching, and transformers serve with and without continuous batching (`make peers` sets it up).
+    Arrivals do not wait for answers. Throughput is the tokens of all answers by the time from the first
+    arrival to the last token; the time to the first token is counted from when a request was due.
+
+    Then a steady load runs twice on kvboost serve, the second time with a long prompt in the middle: how
+    much longer do the others wait for their next token while it is read?
+
+    All in float32 on the CPU. Takes about eight minutes with the default settings on two cores.
+
+    \b
+    make peers && kvboost bench serve --out results
+    kvboost bench serve --only kvboost --only no_batching --requests 16
+    """
+    from kvboost.bench.serve import LABELS, ServeSettings, run
+
+    settings = ServeSettings(
+        contestants=tuple(name for name in LABELS if not contestants or name in contestants),
+        serve_flags=tuple(shlex.split(serve_flags)),
+        deadline_s=deadline,
+        **options,
+    )
+    prepare(out)
+    with bar() as report:
+        record = run(model, settings, peers_dir.resolve(), report)
+    parts = [title(record), servers_table(record), *long_parts(record), notes(record)]
+    show(record, [] if as_json else parts, out)
+
+
+def servers_table(record: dict[str, Any]) -> Table:
+    """A row per server."""
+    table = simple_table("")
+    for heading in (
+        "tokens/s",
+        "kvboost\nis at",
+        "requests/s",
+        "first token, s\np50 / p95 / p99",
+        "gap, ms\np50 / p99",
+        "cached",
+        "answered",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    ours = record["servers"].get("kvboost", {}).get("tokens_per_s")
+    for name, found in record["servers"].items():
+        against = f"{ours / found['tokens_per_s']:.2f} x" if ours and found["tokens_per_s"] else "-"
+        table.add_row(
+            found["label"],
+            f"{found['tokens_per_s']:.1f}",
+            "" if name == "kvboost" else against,
+            f"{found['requests_per_s']:.2f}",
+            _times(found["ttft_ms"], ("p50", "p95", "p99"), 1e3, ".1f"),
+            _times(found["gap_ms"], ("p50", "p99"), 1, ",.0f"),
+            "-" if found["cached_share"] is None else f"{found['cached_share']:.0%}",
+            f"{found['answered']}/{found['requests']}",
+        )
+    return table
+
+
+def _times(found: dict[str, float] | None, names: tuple[str, ...], unit: float, form: str) -> str:
+    return "-" if found is None else " / ".join(format(found[name] / unit, form) for name in names)
+
+
+def long_parts(record: dict[str, Any]) -> list[Table | str]:
+    """Gaps between tokens with and without the long prompt."""
+    long = record["long_prompt"]
+    if long is None:
+        return []
+    table = simple_table("gaps between tokens, ms")
+    for heading in ("p50", "p95", "p99", "highest"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    tokens = f"{long['long_prompt_tokens']:,}"
+    for name, part, label in (
+        ("without", "all_ms", "a steady load"),
+        ("without", "then_ms", "  at the time of the long prompt"),
+        ("with", "all_ms", f"the same and {tokens} tokens"),
+        ("with", "then_ms", "  while they are read"),
+    ):
+        cells = [_times(long[name][part], (each,), 1, ",.0f") for each in ("p50", "p95", "p99", "high")]
+        table.add_row(label, *cells)
+    return [table, f"The long prompt's first token came after {long['long_ttft_ms'] / 1e3:.1f} s."]
+
+
+def notes(record: dict[str, Any]) -> str:
+    """What went wrong, and who is missing."""
+    lines = []
+    for found in record["servers"].values():
+        lines += [f"{found['label'].strip()}: {error}" for error in found["errors"]]
+    lines += [f"{missing['label']} is missing: {missing['reason']}" for missing in record["unavailable"]]
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""`kvboost serve`: a model behind an OpenAI-compatible HTTP interface.
+
+Knows flags and what is said on the terminal; the server is kvboost.server's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from kvboost.cli.options import engine_options
+from kvboost.cli.session import opened_engine
+from kvboost.errors import KVBoostError
+
+if TYPE_CHECKING:
+    from kvboost.server.settings import ApiKey
+
+MODES = ("prefix_cache", "chunk_kv_reuse", "baseline")
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
+
+
+def size(value: Any) -> int:
+    """A number of bytes, with a unit if one likes: 4MB, 512KiB."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]?i?)b?", str(value).strip().lower())
+    if match is None or match[2] not in _UNITS or int(match[1]) < 1:
+        raise click.BadParameter(f"expected a size like 4MB, got {value!r}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+@click.command()
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 = a free one."
+)
+@click.option("--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help="What is reused.")
+@click.option("--served-model-name", metavar="NAME", help="The name that requests give.  [default: MODEL]")
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    metavar="KEY[:SALT]|@FILE",
+    help="A key that requests must send, and the salt of its cached text; or a file with one in each line. "
+    "Several times for several keys.",
+)
+@click.option("--admin-key", metavar="KEY|@FILE", help="The key for stats, metrics, clear and pin.")
+@click.option(
+    "--batching/--no-batching", default=True, show_default=True, help="Many requests at once, or one by one."
+)
+@click.option(
+    "--max-rows", type=click.IntRange(1), help="Requests in the running batch.  [default: 16, GPU: 64]"
+)
+@click.option(
+    "--batch-tokens",
+    type=click.IntRange(1),
+    help="Tokens whose KV the running batch can hold.  [default: 32768, or as memory allows]",
+)
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Requests that may wait; more get a 429.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    default=600,
+    show_default=True,
+    help="Seconds that a request may take.",
+)
+@click.option(
+    "--shutdown-timeout",
+    "shutdown_timeout_s",
+    type=click.FloatRange(0),
+    default=30,
+    show_default=True,
+    help="Seconds for running requests after SIGTERM or Ctrl-C.",
+)
+@click.option("--max-request-bytes", type=size, metavar="SIZE", default="4MB", show_default=True)
+@click.option(
+    "--default-max-tokens",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Longest answer where a request does not say.",
+)
+@click.option(
+    "--cors", "cors_origins", multiple=True, metavar="ORIGIN", help="Pages from there may call it too."
+)
+@click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
+@engine_options
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    api_keys: tuple[str, ...],
+    admin_key: str | None,
+    engine_options: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Serve MODEL: a hub name, a folder, or "builtin", to any OpenAI client.
+
+    A page at / shows what is reused. The cache may take a quarter of the free memory unless
+    --max-cache-bytes or --max-chunks say otherwise. Ctrl-C or SIGTERM finishes what runs, then ends.
+
+    \b
+    kvboost serve builtin
+    kvboost serve ./my-model --port 9000 --disk-cache-dir ./kv --api-key secret
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise KVBoostError(f"kvboost serve needs {', '.join(missing)}: pip install kvboost[server]")
+    from kvboost.server.runner import listening_socket, make_server, url_of
+    from kvboost.server.settings import ServerSettings
+
+    name = served_model_name or _name_of(model)
+    settings = ServerSettings(
+        model_name=name,
+        aliases=(model,) if model != name else (),
+        api_keys=tuple(read_keys(api_keys)),
+        admin_key=_admin_key(admin_key),
+        **options,
+    )
+    with listening_socket(host, port) as sock, logging_to_stderr():
+        url = url_of(sock)
+        with opened_engine(model, with_memory(engine_options), Console(stderr=True)) as engine:
+            server = make_server(
+                engine,
+                settings,
+                lambda: click.echo(f"{name} is served at {url}/v1, the page is {url}/", err=True),
+            )
+            server.run([sock])
+    click.echo("ended", err=True)
+
+
+def read_keys(given: tuple[str, ...]) -> list[ApiKey]:
+    """Keys as they were given, or out of files."""
+    from kvboost.server.settings import ApiKey
+
+    texts: list[str] = []
+    for text in given:
+        texts += _lines(text[1:]) if text.startswith("@") else [text]
+    return [ApiKey.parsed(text) for text in texts]
+
+
+def _admin_key(given: str | None) -> ApiKey | None:
+    if given is None:
+        return None
+    keys = read_keys((given,))
+    if len(keys) != 1 or keys[0].salt:
+        raise click.BadParameter("expected one key without a salt", param_hint="--admin-key")
+    return keys[0]
+
+
+def _lines(path: str) -> list[str]:
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _name_of(model: str) -> str:
+    """The served name of a model: that of its folder, where it is one."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def with_memory(engine_options: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options, with a bound that suits a server where none was given."""
+    if engine_options.keys() & {"max_chunks", "max_cache_bytes"}:
+        return engine_options
+    import psutil
+
+    share = psutil.virtual_memory().available // _MEMORY_SHARE
+    return {**engine_options, "max_chunks": None, "max_cache_bytes": share}
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """The server's log on stderr, for as long as it runs."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    levels = {"kvboost.server": logging.INFO, "uvicorn": logging.WARNING}
+    for name, level in levels.items():
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(level)
+    try:
+        yield
+    finally:
+        for name in levels:
+            logging.getLogger(name).removeHandler(handler)
+            logging.getLogger(name).setLevel(logging.NOTSET)

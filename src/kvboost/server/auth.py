@@ -1,0 +1,90 @@
+"""Who asks: API keys, the admin key, and whose cached text a request may see.
+
+Knows keys and salts, no route and no cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from kvboost.server.errors import ApiError
+from kvboost.server.settings import ApiKey, ServerSettings
+
+_ASK = {"WWW-Authenticate": "Bearer"}
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request. `name` is for queues and logs and tells nothing of the key."""
+
+    name: str
+    salt: str = ""
+    is_admin: bool = False
+
+
+class Gate:
+    """Lets callers in by their keys. All keys are looked at, each in constant time."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._keys = [(_digest(each.key), number, each) for number, each in enumerate(settings.api_keys, 1)]
+        self._admin = _digest(settings.admin_key.key) if settings.admin_key is not None else None
+        self._one_salt = len({each.salt for each in settings.api_keys}) <= 1
+
+    def caller(self, given: str | None, address: str) -> Caller:
+        """Who uses the key `given`, or nobody in particular where there are no keys."""
+        digest = _digest(given or "")
+        is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
+        found: tuple[int, ApiKey] | None = None
+        for known, number, key in self._keys:
+            if hmac.compare_digest(digest, known):
+                found = number, key
+        if is_admin:
+            return Caller("admin", is_admin=True)
+        if found is not None:
+            return Caller(f"key {found[0]}", found[1].salt)
+        if given is not None and (self._keys or self._admin is not None):
+            raise ApiError(401, "this API key is not known here", code="invalid_api_key", headers=_ASK)
+        if self._keys:
+            raise ApiError(
+                401,
+                "this server needs an API key: send the header Authorization: Bearer KEY",
+                code="missing_api_key",
+                headers=_ASK,
+            )
+        return Caller(address, is_admin=self._admin is None)
+
+    def check_admin(self, caller: Caller) -> None:
+        """For routes that concern everybody: the admin key, or any caller where there is none."""
+        if self._admin is None or caller.is_admin:
+            return
+        if caller.name.startswith("key "):
+            raise ApiError(403, "this route needs the admin key", code="admin_key_required")
+        raise ApiError(401, "this route needs the admin key", code="admin_key_required", headers=_ASK)
+
+    def check_clear(self, caller: Caller) -> None:
+        """For clearing everything: nobody may do that to others whose text it may not see."""
+        self.check_admin(caller)
+        if self._admin is None and not self._one_salt:
+            raise ApiError(
+                403,
+                "the keys have different salts, so clearing for all needs an admin key: start the server "
+                "with --admin-key",
+                code="admin_key_required",
+            )
+
+
+def effective_salt(engine_salt: str, key_salt: str, request_salt: str) -> str:
+    """One salt for the pair of a key's and a request's. No two pairs give the same.
+
+    With neither, it is the engine's own, so that text cached by other means is found. Any other is longer
+    than the engine's own, which it contains, and its lengths say where its parts end.
+    """
+    if not key_salt and not request_salt:
+        return engine_salt
+    return f"{len(engine_salt)}:{engine_salt}{len(key_salt)}:{key_salt}{request_salt}"
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

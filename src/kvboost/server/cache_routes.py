@@ -1,0 +1,157 @@
+"""/v1/cache/...: what is cached, what would be reused, and changing it.
+
+Looking things up runs in threads beside the model; what must not happen during a step, in the worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from anyio import to_thread
+from fastapi import APIRouter, Query, Request
+
+from kvboost.errors import InvalidRequestError
+from kvboost.requests import Request as EngineRequest
+from kvboost.server.answers import (
+    CacheStats,
+    ClearBody,
+    ExplainBody,
+    ExplainedSpanBody,
+    PinBody,
+    Usage,
+    WarmBody,
+)
+from kvboost.server.auth import Caller
+from kvboost.server.bodies import described, parse, read_body
+from kvboost.server.connection import unless_gone
+from kvboost.server.dependencies import Admin, AnyCaller, TheNote, TheService
+from kvboost.server.errors import as_api_error
+from kvboost.server.schemas import CacheRequest
+from kvboost.server.service import Service
+from kvboost.server.worker import Ticket
+
+T = TypeVar("T")
+router = APIRouter(prefix="/v1/cache", tags=["cache"])
+_MAX_CHUNKS_SHOWN = 1000
+_PROMPT = described(CacheRequest)
+
+
+@router.get("/stats", summary="Numbers of the server and its cache", response_model_exclude_unset=True)
+async def stats(
+    service: TheService,
+    _admin: Admin,
+    chunks: Annotated[int, Query(ge=0, le=_MAX_CHUNKS_SHOWN, description="So many chunks, by use.")] = 0,
+) -> CacheStats:
+    return await to_thread.run_sync(service.stats, chunks)
+
+
+@router.post("/warm", summary="Read a prompt once, and keep it", openapi_extra=_PROMPT)
+async def warm(request: Request, service: TheService, caller: AnyCaller, note: TheNote) -> WarmBody:
+    service.check_ready()
+    started = time.perf_counter()
+
+    def read(body: CacheRequest, salt: str) -> EngineRequest:
+        return service.engine.read_request(body.text, 1, service.settings.mode, cache_salt=salt)
+
+    engine_request = await _with_prompt(request, service, caller, read)
+    ticket = service.worker.submit(
+        engine_request, tenant=caller.name, timeout_s=service.settings.timeout_s, answers=False
+    )
+    await unless_gone(request.receive, _through(ticket))
+    await _everything_stored(service)
+    result = ticket.result
+    note.usage = Usage.of(result.prompt_tokens, result.cached_tokens, 0)
+    return WarmBody(
+        prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
+        ms=(time.perf_counter() - started) * 1e3,
+    )
+
+
+async def _everything_stored(service: Service) -> None:
+    """Wait until the step is over that gave the last answers: storing comes at its end."""
+    await asyncio.wrap_future(service.worker.call(lambda: None))
+
+
+async def _through(ticket: Ticket) -> None:
+    try:
+        async for _ in ticket:
+            pass
+    finally:
+        ticket.cancel()
+
+
+@router.post("/explain", summary="What would be reused of a prompt, and why", openapi_extra=_PROMPT)
+async def explain(request: Request, service: TheService, caller: AnyCaller) -> ExplainBody:
+    def look_up(body: CacheRequest, salt: str) -> ExplainBody:
+        found = service.engine.explain(body.text, mode=service.settings.mode, cache_salt=salt)
+        return ExplainBody(
+            prompt_tokens=found.prompt_tokens,
+            cached_tokens=found.cached_tokens,
+            choice=found.choice,
+            spans=[
+                ExplainedSpanBody(
+                    start=span.start,
+                    end=span.end,
+                    origin=span.origin,
+                    reason=span.reason,
+                    donor=span.donor,
+                    text=span.text,
+                )
+                for span in found.spans
+            ],
+        )
+
+    return await _with_prompt(request, service, caller, look_up)
+
+
+@router.post("/pin", summary="Keep what is stored of a prompt from eviction", openapi_extra=_PROMPT)
+async def pin(request: Request, service: TheService, admin: Admin) -> PinBody:
+    def change(body: CacheRequest, salt: str) -> PinBody:
+        return PinBody(tokens=service.engine.pin(body.text, cache_salt=salt))
+
+    await _everything_stored(service)
+    return await _with_prompt(request, service, admin, change)
+
+
+@router.post("/unpin", summary="Take a pin back", openapi_extra=_PROMPT)
+async def unpin(request: Request, service: TheService, admin: Admin) -> PinBody:
+    def change(body: CacheRequest, salt: str) -> PinBody:
+        return PinBody(tokens=service.engine.unpin(body.text, cache_salt=salt))
+
+    await _everything_stored(service)
+    return await _with_prompt(request, service, admin, change)
+
+
+@router.post("/clear", summary="Forget all cached text that is not pinned")
+async def clear(service: TheService, caller: AnyCaller) -> ClearBody:
+    service.gate.check_clear(caller)
+
+    def forget() -> ClearBody:
+        if service.worker.batch is not None:
+            service.worker.batch.clear()
+        service.engine.clear()
+        return ClearBody(chunks=service.engine.cache_stats()["chunks"])
+
+    return await asyncio.wrap_future(service.worker.call(forget))
+
+
+async def _with_prompt(
+    request: Request, service: Service, caller: Caller, work: Callable[[CacheRequest, str], T]
+) -> T:
+    """Read a body with a prompt, and do `work` with it and its salt, in a thread."""
+    settings = service.settings
+    raw = await read_body(request, settings.max_request_bytes, settings.timeout_s)
+
+    def parsed() -> T:
+        body = parse(CacheRequest, raw)
+        salt = service.salt_of(caller, body.cache_salt, body.key_salt)
+        try:
+            return work(body, salt)
+        except InvalidRequestError as error:
+            raise as_api_error(error, body.prompt_field) from error
+
+    return await to_thread.run_sync(parsed)

@@ -1,0 +1,268 @@
+"""From a request's body to its answer: what is read, queued, and how tokens become pieces of text.
+
+Both routes go this way; how pieces are written down is `writers`' business. Knows the worker and the text
+layer, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from kvboost.errors import InvalidRequestError, KVBoostError
+from kvboost.models import GenerationResult
+from kvboost.requests import Request
+from kvboost.server.answers import FinishReason, Reuse, Usage
+from kvboost.server.auth import Caller
+from kvboost.server.errors import ApiError, as_api_error
+from kvboost.server.sampling import LogprobRecorder, TokenScore, generation_options
+from kvboost.server.schemas import AnyPrompt, Generation
+from kvboost.server.service import Service
+from kvboost.server.text import Detokenizer, StopFinder
+from kvboost.server.worker import RequestTimeoutError, Ticket
+
+_GRACE_S = 1.0  # the worker is the first to say that the time is up
+_prompts = logging.getLogger("kvboost.server.prompts")
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One choice that is to be generated."""
+
+    request: Request
+    recorder: LogprobRecorder | None
+
+
+def read_drafts(service: Service, body: Generation, salt: str) -> list[Draft]:
+    """Check and tokenize all that `body` asks for, prompt by prompt. Takes time, and changes nothing."""
+    prompts = body.prompts
+    wanted, most = len(prompts) * body.choices, service.settings.max_waiting
+    if wanted > most:
+        raise ApiError(
+            400,
+            f"n: {wanted} answers in one request are more than the {most} that may wait",
+            param="n",
+            code="invalid_value",
+        )
+    drafts: list[Draft] = []
+    try:
+        for prompt in prompts:
+            drafts += _read_prompt(service, body, prompt, salt, len(drafts))
+    except InvalidRequestError as error:
+        raise as_api_error(error, body.prompt_field) from error
+    return drafts
+
+
+def _read_prompt(service: Service, body: Generation, prompt: AnyPrompt, salt: str, first: int) -> list[Draft]:
+    engine = service.engine
+    ids = engine.tokenize(prompt, cache_salt=salt)
+    new_tokens = _new_tokens(service, body, len(ids))
+    drafts = []
+    for index in range(first, first + body.choices):
+        recorder = None if body.num_logprobs is None else LogprobRecorder(body.num_logprobs)
+        options = generation_options(body, index, len(ids), recorder)
+        request = engine.read_request(ids, new_tokens, service.settings.mode, cache_salt=salt, **options)
+        drafts.append(Draft(request, recorder))
+    return drafts
+
+
+def _new_tokens(service: Service, body: Generation, prompt_tokens: int) -> int:
+    """How long the answer may get, as asked, or as long as the model and the server allow."""
+    positions = service.engine.max_positions
+    room = None if positions is None else positions - prompt_tokens
+    asked = body.max_new_tokens
+    if room is not None and room < (asked or 1):
+        raise ApiError(
+            400,
+            f"{body.prompt_field}: the model has {positions} positions, the prompt takes {prompt_tokens}"
+            + (f", and {asked} are asked for" if asked else ""),
+            param=body.prompt_field,
+            code="context_length_exceeded",
+        )
+    if asked is not None:
+        return asked
+    default = service.settings.default_max_tokens
+    return default if room is None else min(default, room)
+
+
+# --- answering -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedScore:
+    """A token's score, and where its text begins in the answer, in characters."""
+
+    score: TokenScore
+    offset: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that goes out, and the scores of the tokens that begin in it."""
+
+    text: str
+    scores: list[PlacedScore] = field(default_factory=list)
+
+
+class Choice:
+    """One answer as it grows."""
+
+    def __init__(self, service: Service, index: int, draft: Draft, ticket: Ticket, stops: list[str]) -> None:
+        self.index = index
+        self.ticket = ticket
+        self.completion_tokens = 0
+        self._recorder = draft.recorder
+        self._detokenizer = Detokenizer(service.decode)
+        self._stops = StopFinder(stops)
+        self._scores: deque[PlacedScore] = deque()  # of tokens whose text is not out
+        self._decoded = 0  # characters
+        self._sent = 0  # characters
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The text piece by piece, up to a stop string or the end."""
+        async for token in self.ticket:
+            if self._stops.found:
+                continue  # came before the cancellation
+            if piece := self._take(token):
+                yield piece
+            if self._stops.found:
+                self.ticket.cancel()
+        if not self._stops.found:
+            if self.result.finish_reason == "cancelled":
+                raise KVBoostError("the request was cancelled")
+            rest = self._decoded_text(self._detokenizer.end())
+            if piece := self._piece(self._stops.add(rest) + self._stops.end()):
+                yield piece
+
+    @property
+    def result(self) -> GenerationResult:
+        return self.ticket.result
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return "stop" if self._stops.found or self.result.finish_reason == "stop" else "length"
+
+    def _take(self, token: int) -> Piece | None:
+        self.completion_tokens += 1
+        if self._recorder is not None:
+            self._scores.append(PlacedScore(self._recorder.take(token), self._decoded))
+        return self._piece(self._stops.add(self._decoded_text(self._detokenizer.add(token))))
+
+    def _decoded_text(self, text: str) -> str:
+        self._decoded += len(text)
+        return text
+
+    def _piece(self, text: str) -> Piece | None:
+        if not text:
+            return None
+        self._sent += len(text)
+        scores = []
+        while self._scores and self._scores[0].offset < self._sent:
+            scores.append(self._scores.popleft())
+        return Piece(text, scores)
+
+
+class Answering:
+    """All choices of a request, queued when this is made. Made and used in the event loop."""
+
+    def __init__(self, service: Service, body: Generation, drafts: list[Draft], caller: Caller) -> None:
+        self._service = service
+        self._per_prompt = body.choices
+        self.choices: list[Choice] = []
+        for index, draft in enumerate(drafts):
+            try:
+                ticket = service.worker.submit(
+                    draft.request, tenant=caller.name, timeout_s=service.settings.timeout_s
+                )
+            except InvalidRequestError as error:
+                self.cancel()
+                code = "context_length_exceeded"  # what the running batch has no room for
+                message = f"{body.prompt_field}: {error}"
+                raise ApiError(400, message, param=body.prompt_field, code=code) from error
+            except BaseException:
+                self.cancel()
+                raise
+            self.choices.append(Choice(service, index, draft, ticket, body.stops))
+
+    def cancel(self) -> None:
+        """Nobody wants what is not through yet."""
+        for choice in self.choices:
+            choice.ticket.cancel()
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece | None], None]:
+        """Pieces of all choices as they come, and None where a choice is through.
+
+        Leaving it early cancels what is not through.
+        """
+        queue: asyncio.Queue[tuple[Choice, Piece | None] | Exception] = asyncio.Queue()
+        late = asyncio.get_running_loop().call_later(
+            self._service.settings.timeout_s + _GRACE_S,
+            queue.put_nowait,
+            RequestTimeoutError("the request took longer than the server allows"),
+        )
+        tasks = [asyncio.ensure_future(_pump(choice, queue)) for choice in self.choices]
+        try:
+            through = 0
+            while through < len(self.choices):
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                through += item[1] is None
+                if through == len(self.choices):
+                    self._count()
+                yield item
+        finally:
+            late.cancel()
+            self.cancel()
+            for task in tasks:
+                task.cancel()
+
+    @property
+    def usage(self) -> Usage:
+        """Counts of all choices; a prompt counts once, however many choices it has."""
+        firsts = [choice.result for choice in self.choices[:: self._per_prompt]]
+        return Usage.of(
+            sum(result.prompt_tokens for result in firsts),
+            sum(result.cached_tokens for result in firsts),
+            sum(choice.completion_tokens for choice in self.choices),
+        )
+
+    @property
+    def reuse(self) -> Reuse:
+        """Of the first choice."""
+        return Reuse.of(self.choices[0].result)
+
+    def _count(self) -> None:
+        usage = self.usage
+        self._service.count_answer(
+            self.choices[0].result,
+            usage.prompt_tokens,
+            usage.prompt_tokens_details.cached_tokens,
+            usage.completion_tokens,
+        )
+
+
+async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | None] | Exception]) -> None:
+    try:
+        async for piece in choice.pieces():
+            queue.put_nowait((choice, piece))
+        queue.put_nowait((choice, None))
+    except Exception as error:  # told where the pieces are read
+        queue.put_nowait(error)
+
+
+def log_prompts(drafts: list[Draft]) -> None:
+    """Write the prompts down. Only where the server was told to."""
+    for draft in drafts:
+        _prompts.info("prompt: %r", draft.request.prompt.text)
+
+
+def log_answer(choice: int, text: str) -> None:
+    """Write an answer down. Only where the server was told to."""
+    _prompts.info("answer %d: %r", choice, text)

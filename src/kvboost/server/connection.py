@@ -1,0 +1,77 @@
+"""The client's end of a connection: is it still there, and events that are sent to it as they come.
+
+Knows ASGI, nothing of what is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import anyio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+CLIENT_GONE = 499  # what logs and counters say of a request whose client went away
+
+
+class ClientGoneError(Exception):
+    """The client went away, so there is nobody to answer."""
+
+
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; where the client goes away before, it is cancelled."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. When the client goes away, the generator is closed at once."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._is_over = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                await until_gone(receive)
+                if not self._is_over:
+                    scope["state"]["note"].status = CLIENT_GONE
+                    group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            await self._send_all(send)
+            group.cancel_scope.cancel()
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(start)
+            async for data in events:
+                body = b"data: " + data + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._is_over = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,57 @@
+"""What routes ask for: the service, and who is calling. Knows FastAPI's way of handing things in."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from kvboost.server.access import Note
+from kvboost.server.auth import Caller
+from kvboost.server.errors import ApiError
+from kvboost.server.service import Service
+
+_bearer = HTTPBearer(auto_error=False, description="An API key, where the server has keys.")
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def note_of(request: Request) -> Note:
+    """What the log will say of this request."""
+    note: Note = request.state.note
+    return note
+
+
+TheService = Annotated[Service, Depends(service_of)]
+TheNote = Annotated[Note, Depends(note_of)]
+
+
+def caller_of(
+    request: Request,
+    service: TheService,
+    note: TheNote,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Caller:
+    """Whoever has a key, or anybody where there are none."""
+    if credentials is None and "authorization" in request.headers:
+        raise ApiError(401, "send the header Authorization: Bearer KEY", code="invalid_api_key")
+    address = request.client.host if request.client is not None else ""
+    caller = service.gate.caller(credentials.credentials if credentials is not None else None, address)
+    note.caller = caller.name
+    return caller
+
+
+AnyCaller = Annotated[Caller, Depends(caller_of)]
+
+
+def admin_of(service: TheService, caller: AnyCaller) -> Caller:
+    """Whoever may see and do what concerns everybody."""
+    service.gate.check_admin(caller)
+    return caller
+
+
+Admin = Annotated[Caller, Depends(admin_of)]

@@ -1,0 +1,87 @@
+"""The smaller routes: the model's name, whether the server is well, metrics, and the page's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from anyio import to_thread
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import FileResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import Message, Receive, Scope, Send
+
+from kvboost.server.answers import ModelBody, ModelList, Status
+from kvboost.server.dependencies import Admin, AnyCaller, TheService
+from kvboost.server.errors import ApiError
+from kvboost.server.service import Service
+
+router = APIRouter(tags=["server"])
+PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def _model_body(service: Service, name: str) -> ModelBody:
+    return ModelBody(id=name, object="model", created=service.created, owned_by="kvboost")
+
+
+@router.get("/v1/models", summary="The model that is served")
+async def models(service: TheService, _caller: AnyCaller) -> ModelList:
+    return ModelList(object="list", data=[_model_body(service, service.settings.model_name)])
+
+
+@router.get("/v1/models/{name:path}", summary="The model, by name")
+async def model(service: TheService, _caller: AnyCaller, name: str) -> ModelBody:
+    service.check_model(name)
+    return _model_body(service, name)
+
+
+@router.get("/health", summary="The process lives")
+async def health() -> Status:
+    return Status(status="ok")
+
+
+@router.get("/ready", summary="The server takes requests")
+async def ready(service: TheService) -> Status:
+    service.check_ready()
+    return Status(status="ready")
+
+
+@router.get(
+    "/metrics",
+    summary="Numbers for Prometheus",
+    response_class=Response,
+    responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}},
+)
+async def metrics(service: TheService, _admin: Admin) -> Response:
+    return Response(await to_thread.run_sync(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> FileResponse:
+    path = PAGE / "index.html"
+    if not path.is_file():
+        raise ApiError(404, "this installation has no page", code="not_found")
+    return FileResponse(path, headers=PAGE_HEADERS)
+
+
+class PageFiles(StaticFiles):
+    """The files of the page, with its headers."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=PAGE, check_dir=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.lower().encode(), value.encode()) for name, value in PAGE_HEADERS.items()]
+                message["headers"] = [*message["headers"], *own]
+            await send(message)
+
+        await super().__call__(scope, receive, with_headers)

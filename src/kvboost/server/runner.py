@@ -1,0 +1,130 @@
+"""Running an application: the socket, signals, and an end that loses no finished answer.
+
+On the first SIGTERM or SIGINT new requests get a 503 while those that run are finished; then the socket is
+closed. A second signal gives up what runs. Knows uvicorn, and no command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from kvboost.engine import InferenceEngine
+from kvboost.errors import KVBoostError
+from kvboost.server.app import create_app
+from kvboost.server.service import Service
+from kvboost.server.settings import ServerSettings
+
+_SENDING_S = 10  # for clients that are slow to read the end of their answers
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket at this address, which nobody can connect to yet."""
+    sock: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, OverflowError) as error:
+        if sock is not None:
+            sock.close()
+        raise KVBoostError(
+            f"cannot listen on {host}:{port}: {error}; choose another --host or --port"
+        ) from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a browser on this machine finds the socket."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, ending in the order that this server needs."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.service = service
+        self.ready = threading.Event()
+        self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.started:
+            self.ready.set()
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """A signal: begin to end, or hurry."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End when what runs is finished; the second time, at once. From any thread."""
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    def _begin_to_end(self) -> None:
+        timeout_s = None if self._end is None else 0.0
+        self._end = asyncio.ensure_future(self._finish(timeout_s))
+
+    async def _finish(self, timeout_s: float | None) -> None:
+        self.service.begin_shutdown()
+        await asyncio.to_thread(self.service.close, timeout_s)
+        self.should_exit = True
+
+
+def make_server(
+    engine: InferenceEngine,
+    settings: ServerSettings,
+    on_ready: Callable[[], None] = lambda: None,
+) -> Server:
+    """A server over `engine` that is not running yet."""
+    app = create_app(engine, settings)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_SENDING_S,
+    )
+    return Server(config, app.state.service, on_ready)
+
+
+@contextmanager
+def background_server(
+    engine: InferenceEngine, settings: ServerSettings, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[str]:
+    """A server in a thread for as long as the block lasts; yields its URL. Port 0 takes a free one."""
+    with listening_socket(host, port) as sock, in_background(make_server(engine, settings), sock) as url:
+        yield url
+
+
+@contextmanager
+def in_background(server: Server, sock: socket.socket) -> Iterator[str]:
+    """Run `server` in a thread; yields its URL when it can be reached. At the end it finishes what runs."""
+    thread = threading.Thread(target=server.run, args=([sock],), name="kvboost-http", daemon=True)
+    thread.start()
+    while not server.ready.wait(0.1):
+        if not thread.is_alive():
+            raise KVBoostError("the server did not start")
+    try:
+        yield url_of(sock)
+    finally:
+        server.stop()
+        thread.join()

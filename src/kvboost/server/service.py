@@ -1,0 +1,169 @@
+"""What the routes share: the engine, its worker, who may ask, and what was counted.
+
+Made once per application. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from kvboost import __version__
+from kvboost.engine import InferenceEngine
+from kvboost.models import GenerationResult
+from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, WorkerBody
+from kvboost.server.auth import Caller, Gate, effective_salt
+from kvboost.server.errors import ApiError
+from kvboost.server.metrics import Metrics
+from kvboost.server.settings import ServerSettings
+from kvboost.server.text import TokenNames
+from kvboost.server.worker import ShuttingDownError, Worker
+
+FINGERPRINT = f"kvboost-{__version__}"
+_RECENT = 200
+
+
+class Service:
+    """One engine behind one queue."""
+
+    def __init__(self, engine: InferenceEngine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.gate = Gate(settings)
+        self.worker = Worker(
+            engine,
+            batching=settings.batching,
+            max_rows=settings.max_rows,
+            batch_tokens=settings.batch_tokens,
+            max_waiting=settings.max_waiting,
+        )
+        batch = self.worker.batch
+        self._batch_slots = 0 if batch is None else batch.residents.pool.free
+        self.metrics = Metrics(self.worker, engine.cache_stats)
+        self.created = int(time.time())
+        # Tokenizers are not made for several threads: the event loop, which decodes, has its own.
+        self._tokenizer = copy.deepcopy(engine.tokenizer)
+        self.names = TokenNames(self._tokenizer)
+        self._started = time.monotonic()
+        self._recent: deque[RecentRequest] = deque(maxlen=_RECENT)
+        self._count = self._prompt_tokens = self._cached_tokens = 0
+        self._is_ending = threading.Event()
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of generated tokens, as the engine gives it."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def salt_of(self, caller: Caller, request_salt: str | None, key_salt: str | None = None) -> str:
+        """Whose cached text a request may see; only an admin may speak for a key's salt."""
+        if key_salt is not None and not caller.is_admin:
+            raise ApiError(403, "key_salt needs the admin key", param="key_salt", code="admin_key_required")
+        own = caller.salt if key_salt is None else key_salt
+        return effective_salt(self.engine.settings.cache_salt, own, request_salt or "")
+
+    def check_model(self, name: str) -> None:
+        """Refuse names of other models."""
+        if name not in self.settings.names:
+            raise ApiError(
+                404,
+                f"the model {name[:100]!r} is not here; this server has {self.settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_ready(self) -> None:
+        """Raise where no request can be taken."""
+        if self._is_ending.is_set():
+            raise ShuttingDownError("the server is shutting down")
+        if not self.worker.is_alive:
+            raise ApiError(503, "the thread that runs the model has ended", code="worker_ended")
+
+    def count_answer(self, result: GenerationResult, prompt: int, cached: int, completion: int) -> None:
+        """Book a completion whose first choice is `result`."""
+        self.metrics.count_answer(
+            ttft_s=result.ttft_ms / 1e3,
+            total_s=result.total_ms / 1e3,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+        )
+        self._count += 1
+        self._prompt_tokens += prompt
+        self._cached_tokens += cached
+        self._recent.append(
+            RecentRequest(
+                at=time.time(),
+                ttft_ms=result.ttft_ms,
+                total_ms=result.total_ms,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
+                completion_tokens=completion,
+            )
+        )
+
+    # --- what is going on --------------------------------------------------------------------
+
+    def stats(self, chunks: int) -> CacheStats:
+        """Numbers of this moment, with the `chunks` most used chunks. From any thread."""
+        found = CacheStats(
+            model=self.settings.model_name,
+            mode=self.settings.mode_name,
+            uptime_s=time.monotonic() - self._started,
+            worker=WorkerBody(**vars(self.worker.stats)),
+            batch=self._batch_stats(),
+            requests=RequestsBody(
+                count=self._count,
+                hit_share=self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
+                recent=list(self._recent),
+            ),
+            cache=self.engine.cache_stats(),
+        )
+        if chunks:
+            found.chunks = self._most_used(chunks)
+        return found
+
+    def _batch_stats(self) -> BatchBody | None:
+        batch = self.worker.batch
+        if batch is None:
+            return None
+        counts = batch.counts
+        return BatchBody(
+            rows=len(batch.rows),
+            max_rows=batch.max_rows,
+            resident_tokens=self._batch_slots - batch.residents.pool.free,
+            steps=counts.steps,
+            decoded_tokens=counts.decoded_tokens,
+            prefilled_tokens=counts.prefilled_tokens,
+            shared_tokens=counts.shared_tokens,
+            kv_bytes=batch.nbytes,
+        )
+
+    def _most_used(self, count: int) -> list[ChunkBody]:
+        return [self._chunk_body(chunk) for chunk in self.engine.cache_manager.most_used(count)]
+
+    def _chunk_body(self, chunk: Any) -> ChunkBody:
+        body = ChunkBody(
+            id=chunk.chunk_id,
+            tokens=chunk.length,
+            uses=chunk.access_count,
+            tier="memory" if chunk.kv.is_loaded else "disk",
+            age_s=max(0.0, time.time() - chunk.created_at),
+        )
+        if self.settings.log_prompts:
+            body.text = chunk.text
+        return body
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def begin_shutdown(self) -> None:
+        """Take no more requests. What runs goes on."""
+        self._is_ending.set()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what runs within the time there is, fail the rest. It can be called twice."""
+        self.begin_shutdown()
+        self.worker.close(self.settings.shutdown_timeout_s if timeout_s is None else timeout_s)

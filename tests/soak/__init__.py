@@ -1,0 +1,1 @@
+"""Long runs of whole servers; `make soak` runs them."""
