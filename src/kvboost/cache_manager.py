@@ -579,12 +579,12 @@ class KVCacheManager:
     def _change_pins(self, tokens: TokenIds | np.ndarray, namespace: Namespace, change: int) -> int:
         with self._lock:
             match = self.match_prefix(tokens, namespace)
-            if match.matches:
-                key = match.matches[-1].chunk.chunk_id
-                entry = self._store.entries[key]
-                change = max(change, -entry.pins)
-                entry.pins += change
-                self._store.shield(key, change)
+            for found in reversed(match.matches):
+                entry = self._store.entries[found.chunk.chunk_id]
+                if change > 0 or entry.pins:  # more of the text may have been stored since it was pinned
+                    entry.pins += change
+                    self._store.shield(found.chunk.chunk_id, change)
+                    break
             return match.length
 
     # --- small helpers, all under the lock ---------------------------------------------------

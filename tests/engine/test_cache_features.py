@@ -79,6 +79,19 @@ def test_a_near_miss_names_the_very_token(leaves_at: int, make_engine: MakeEngin
         assert explanation.spans[-1].reason == "never stored"
 
 
+def test_a_pin_is_taken_back_after_more_was_stored(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    text = random_ids(80, seed=9)
+    engine.warm(text[:40])
+    assert engine.pin(text) == 40
+    engine.warm(text)
+    assert engine.unpin(text) == 80
+    assert engine.cache_stats()["pinned_chunks"] == 0
+    engine.unpin(text)  # once too often
+    engine.clear()
+    assert engine.cache_stats()["chunks"] == 0
+
+
 def test_pinned_text_outlives_the_rest(make_engine: MakeEngine) -> None:
     engine = make_engine(max_chunks=5)
     pinned = random_ids(40, seed=8)
