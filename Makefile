@@ -30,7 +30,7 @@ test-compat: $(COMPAT)/.ready
 proof: $(VENV)/.full
 	$(VENV)/bin/python -m pytest -m slow --timeout 7200 tests
 
-# Long crash loops and crowds of processes.
+# Long crash loops, crowds of processes, and half an hour of mixed load on a server (KVBOOST_SOAK_MINUTES).
 soak: $(VENV)/.full
 	$(VENV)/bin/python -m pytest -m soak --timeout 7200 tests
 
@@ -46,6 +46,7 @@ bench: $(VENV)/.full
 	$(VENV)/bin/kvboost bench chat --out benchmarks/results
 	$(VENV)/bin/kvboost bench evaluation --questions 24 --rounds 3 --plain-rounds 1 --out benchmarks/results
 	$(VENV)/bin/kvboost bench peers --rounds 5 --plain-rounds 2 --documents 6 --document-tokens 400 --peers-dir $(PEERS) --out benchmarks/results
+	$(VENV)/bin/kvboost bench serve --peers-dir $(PEERS) --out benchmarks/results
 	$(VENV)/bin/kvboost bench encoding --prompts 12 --prompt-tokens 1000 --out benchmarks/results
 
 # A part of the benchmarks that takes about five minutes.
@@ -56,7 +57,7 @@ bench-quick: $(VENV)/.ready
 	$(VENV)/bin/kvboost bench batch --batch 4 --prefix-tokens 500 --rounds 3 --plain-rounds 1
 	$(VENV)/bin/kvboost bench disk --tokens 1024 --rounds 3
 
-# Other engines for `kvboost bench peers`, each in an environment of its own. One that cannot be installed is
+# Others for `kvboost bench peers` and `bench serve`, each in an environment of its own. One that cannot be installed is
 # noted with the reason and is no error.
 peers: $(VENV)/.ready
 	PYTHON=$(PYTHON) benchmarks/peers/setup.sh $(PEERS)

@@ -26,7 +26,12 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 
-_MAX_ROWS = 1024  # prefill of longer stretches keeps the stock kernel
+# oneDNN makes a kernel for every number of rows that it meets, which takes milliseconds and half a megabyte
+# each. So few numbers are used: all of the smallest, then steps, to which rows are filled up. Rows that would
+# be filled up by more than the share, and longer stretches, keep the stock kernel.
+_EXACT_ROWS = 16
+_STEPS = ((64, 8), (1024, 64))  # up to so many rows, multiples of this
+_MAX_FILLED_SHARE = 0.12
 _PACKED_FOR_ROWS = 16  # the order for few rows is at least as good as the plain one up to hundreds
 _MEMORY_SHARE = 8  # packed of their own accord where they take at most this part of the machine's memory
 _PROBES = 64  # values looked at per weight and request, to see changes that torch does not count
@@ -143,15 +148,31 @@ def _memory_bytes() -> int:
 # --- in use --------------------------------------------------------------------------------------
 
 
+@cache
+def _rows_used(rows: int) -> int:
+    """To how many rows so many are filled up; 0 = the stock kernel is better."""
+    if rows <= _EXACT_ROWS:
+        return rows
+    for most, step in _STEPS:
+        used = -(-rows // step) * step
+        if used <= most:
+            return used if used <= _STEPS[0][0] or used - rows <= _MAX_FILLED_SHARE * rows else 0
+    return 0
+
+
 def _faster(module: torch.nn.Linear, operator: Operator, weight: torch.Tensor) -> Operator:
-    max_values = _MAX_ROWS * module.in_features
     bias = module.bias
 
     def forward(rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        if rows.numel() <= max_values and rows.dtype is torch.float32:
+        count = rows.numel() // rows.shape[-1]
+        used = _rows_used(count)
+        if not used or rows.dtype is not torch.float32:
+            return functional.linear(rows, module.weight, bias)
+        if used == count:
             return operator(rows, weight, bias, "none", [], "")
-        return functional.linear(rows, module.weight, bias)
+        filled = functional.pad(rows.reshape(count, -1), (0, 0, 0, used - count))
+        return operator(filled, weight, bias, "none", [], "")[:count].view(*rows.shape[:-1], -1)
 
     return forward
 

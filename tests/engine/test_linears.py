@@ -25,6 +25,16 @@ def test_same_numbers(shape: tuple[int, int], bias: bool) -> None:
     assert all("forward" not in vars(module) for module in model)
 
 
+def test_few_numbers_of_rows_are_used() -> None:
+    """Every one costs a kernel: time and memory."""
+    used = {rows: linears._rows_used(rows) for rows in range(1, 3_000)}
+    assert len(set(used.values()) - {0}) <= 40
+    assert all(number in (0, *range(rows, rows + 64)) for rows, number in used.items())
+    assert [used[rows] for rows in (1, 16, 20, 64, 65, 120, 250, 256, 1_024, 1_025)] == [
+        *(1, 16, 24, 64, 0, 128, 256, 256, 1_024, 0)
+    ]
+
+
 def test_other_layers_are_left_alone() -> None:
     class Special(torch.nn.Linear):
         pass
@@ -58,7 +68,7 @@ class TestPacking:
             with linears.faster(model):
                 return model(rows), expected
 
-    @pytest.mark.parametrize("rows", [1, 2, 16, 65, 300, 1025])
+    @pytest.mark.parametrize("rows", [1, 2, 16, 17, 21, 63, 65, 120, 128, 300, 1020, 1025])
     @pytest.mark.parametrize("bias", [True, False])
     def test_same_numbers(self, rows: int, bias: bool) -> None:
         torch.manual_seed(0)

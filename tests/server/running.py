@@ -57,7 +57,12 @@ class Running:
     def chat_chunks(self, messages: Any = HELLO, **fields: Any) -> list[dict[str, Any]]:
         return self.chunks("/v1/chat/completions", messages=messages, **fields)
 
+    def settle(self) -> None:
+        """Wait for the end of the step that gave the last answers: storing and counting come there."""
+        self.service.worker.call(lambda: None).result(30)
+
     def stats(self, **parameters: Any) -> dict[str, Any]:
+        self.settle()
         found: dict[str, Any] = self.client.get("/v1/cache/stats", params=parameters).json()
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,6 +224,10 @@ def test_routes_that_are_not_there(server: Running) -> None:
     error_of(server.client.get("/docs"), 404)
     error_of(server.client.get("/page/../app.py"), 404)
     error_of(server.client.get("/page/%2e%2e/app.py"), 404)
+    error_of(server.client.get("/health/"), 404)
+    for odd in ("%00", "a" * 5000, "%ff", "..%2fapp.py", "/etc/passwd", ""):
+        error_of(server.client.get(f"/page/{odd}"), 404)
+        error_of(server.client.get(f"/v1/models/{odd}"), 404)
 
 
 def test_methods_that_are_not_there(server: Running) -> None:
@@ -279,18 +283,17 @@ def test_too_many_bytes_are_not_read(server: Running) -> None:
 
 
 def test_too_many_bytes_in_pieces_without_a_length(server: Running) -> None:
-    sent = threading.Event()
-
-    def pieces() -> Iterator[bytes]:
-        for _ in range(3):
-            yield b" " * 9_000
-        sent.wait(5)  # the answer comes before the end does
-        yield b"{}"
-
-    with httpx.Client(base_url=server.url) as client:
-        response = client.post(TEXT, content=pieces(), headers={"Content-Type": "application/json"})
-        sent.set()
-        error_of(response, 413)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(3):  # and no end
+            sock.sendall(b"2328\r\n" + b" " * 0x2328 + b"\r\n")
+        answer = b""
+        while b"}}" not in answer:
+            answer += sock.recv(4000)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in answer
 
 
 def test_it_still_answers(server: Running) -> None:

@@ -65,6 +65,7 @@ def test_without_keys_everything_is_open(make_engine: MakeEngine, serve: Serve) 
     for method, route in [*OPEN, *USUAL, *SHARED, CLEAR]:
         assert status(server, method, route, None) == 200, route
         assert status(server, method, route, "whatever") == 200, "clients always send some key"
+    assert server.client.get("/v1/models", headers={"Authorization": "Basic abc"}).status_code == 200
 
 
 def test_with_keys_every_request_needs_one(make_engine: MakeEngine, serve: Serve) -> None:

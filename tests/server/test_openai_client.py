@@ -57,8 +57,8 @@ def test_a_chat_is_answered_as_by_the_engine_and_reuses(
     client: OpenAI, real_engine: KVBoost, fresh: dict[str, str]
 ) -> None:
     messages = question(QUESTIONS[0])
-    expected = real_engine.generate(messages, 24, "baseline", do_sample=False)
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "extra_body": fresh}
+    expected = real_engine.generate(messages, 12, "baseline", do_sample=False)
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": fresh}
     first = client.chat.completions.create(model="builtin", messages=messages, **options)
     second = client.chat.completions.create(model="builtin", messages=messages, **options)
     for answer in (first, second):
@@ -79,12 +79,12 @@ def test_a_chat_is_answered_as_by_the_engine_and_reuses(
 
 def test_a_streamed_chat_joins_to_the_same_text(client: OpenAI, real_engine: KVBoost) -> None:
     messages = question(QUESTIONS[1])
-    expected = real_engine.generate(messages, 24, MODE, do_sample=False)
+    expected = real_engine.generate(messages, 12, MODE, do_sample=False)
     stream = client.chat.completions.create(
         model="builtin",
         messages=messages,
         temperature=0,
-        max_completion_tokens=24,
+        max_completion_tokens=12,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -95,7 +95,7 @@ def test_a_streamed_chat_joins_to_the_same_text(client: OpenAI, real_engine: KVB
     assert chunks[-1].usage.completion_tokens == expected.generated_tokens
     assert chunks[-2].choices[0].finish_reason == expected.finish_reason
     with client.chat.completions.stream(
-        model="builtin", messages=messages, temperature=0, max_tokens=24
+        model="builtin", messages=messages, temperature=0, max_tokens=12
     ) as helper:
         deltas = [event.delta for event in helper if event.type == "content.delta"]
     assert "".join(deltas) == expected.output_text
@@ -117,11 +117,11 @@ def test_the_next_turn_finds_the_answer(client: OpenAI, fresh: dict[str, str]) -
 def test_completions(client: OpenAI, real_engine: KVBoost) -> None:
     prompts: list[Any] = ["The capital of France is", real_engine.tokenize("Once upon a time")]
     for prompt in prompts:
-        expected = real_engine.generate(prompt, 12, MODE, do_sample=False).output_text
-        whole = client.completions.create(model="builtin", prompt=prompt, temperature=0, max_tokens=12)
+        expected = real_engine.generate(prompt, 8, MODE, do_sample=False).output_text
+        whole = client.completions.create(model="builtin", prompt=prompt, temperature=0, max_tokens=8)
         assert whole.choices[0].text == expected
         parts = client.completions.create(
-            model="builtin", prompt=prompt, temperature=0, max_tokens=12, stream=True
+            model="builtin", prompt=prompt, temperature=0, max_tokens=8, stream=True
         )
         assert "".join(part.choices[0].text for part in parts) == expected
     both = client.completions.create(model="builtin", prompt=prompts[:1] * 2, temperature=0, max_tokens=2)
@@ -129,16 +129,18 @@ def test_completions(client: OpenAI, real_engine: KVBoost) -> None:
 
 
 @pytest.mark.exactness
-def test_sixteen_clients_at_once_get_the_engines_answers(server: Running, real_engine: KVBoost) -> None:
+def test_sixteen_clients_at_once_get_the_engines_answers(
+    server: Running, real_engine: KVBoost, fresh: dict[str, str]
+) -> None:
     asked = [question(f"{QUESTIONS[number % 4]} ({number})") for number in range(16)]
-    expected = [real_engine.generate(each, 10, "baseline", do_sample=False).output_text for each in asked]
+    expected = [real_engine.generate(each, 6, MODE, do_sample=False).output_text for each in asked]
 
     async def ask(client: AsyncOpenAI, number: int) -> str:
-        options: dict[str, Any] = {"model": "builtin", "messages": asked[number], "temperature": 0}
+        options: dict[str, Any] = {"model": "builtin", "messages": asked[number], "extra_body": fresh}
         if number % 2:
-            answer = await client.chat.completions.create(**options, max_tokens=10)
+            answer = await client.chat.completions.create(**options, max_tokens=6, temperature=0)
             return str(answer.choices[0].message.content)
-        stream = await client.chat.completions.create(**options, max_tokens=10, stream=True)
+        stream = await client.chat.completions.create(**options, max_tokens=6, temperature=0, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def ask_all() -> list[str]:
@@ -153,18 +155,18 @@ def test_stop_strings_and_lengths(client: OpenAI) -> None:
         answer = client.completions.create(model="builtin", prompt="1, 2, 3, 4, 5,", temperature=0, **options)
         return answer.choices[0]
 
-    whole = ask(max_tokens=20)
+    whole = ask(max_tokens=12)
     assert whole.finish_reason == "length"
     assert " 7," in whole.text
-    cut = ask(max_tokens=20, stop=[" 7,", "never"])
+    cut = ask(max_tokens=12, stop=[" 7,", "never"])
     assert (cut.text, cut.finish_reason) == (whole.text.partition(" 7,")[0], "stop")
-    assert ask(max_tokens=20, stop=", 7").text == whole.text.partition(", 7")[0]
+    assert ask(max_tokens=12, stop=", 7").text == whole.text.partition(", 7")[0]
 
 
 def test_choices_and_seeds(client: OpenAI) -> None:
     def ask(**options: Any) -> list[str]:
         answer = client.chat.completions.create(
-            model="builtin", messages=question("Tell me a story."), temperature=1.2, max_tokens=10, **options
+            model="builtin", messages=question("Tell me a story."), temperature=1.2, max_tokens=6, **options
         )
         return [str(choice.message.content) for choice in answer.choices]
 
@@ -178,7 +180,7 @@ def test_choices_and_seeds(client: OpenAI) -> None:
 def test_penalties(client: OpenAI) -> None:
     def ask(**options: Any) -> str:
         answer = client.completions.create(
-            model="builtin", prompt="na na na na na na", temperature=0, max_tokens=16, **options
+            model="builtin", prompt="na na na na na na", temperature=0, max_tokens=10, **options
         )
         return answer.choices[0].text
 

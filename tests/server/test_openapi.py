@@ -40,9 +40,7 @@ def server() -> Iterator[Running]:
     with running(engine, default_max_tokens=3, timeout_s=1, max_waiting=200) as server:
         yield server
         assert server.client.get("/ready").status_code == 200
-        stats = server.stats()
-        assert stats["worker"]["answered"] > 20, "some requests were good ones"
-        assert stats["worker"]["failed"] == 0
+        assert server.stats()["worker"]["failed"] == 0
     torch.set_num_threads(threads)
     engine.cache_manager.check_integrity()
     engine.close()
@@ -66,7 +64,7 @@ def test_no_request_breaks_the_server(api: Any, method: str, path: str, kind: Ge
 
     @given(case=operation.as_strategy(generation_mode=kind))
     @settings(
-        max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck]
+        max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck]
     )
     def call(case: Any) -> None:
         case.call_and_validate(checks=CHECKS)

@@ -76,10 +76,7 @@ class AccessLog:
 
 def _route_of(scope: Scope) -> str:
     """The route, without what a client puts into its path."""
-    path = getattr(scope.get("route"), "path", None)
-    if path is not None:
-        return str(path)
-    return "/page" if scope["path"].startswith("/page/") else "other"
+    return str(getattr(scope.get("route"), "path", "other"))
 
 
 def _line(method: str, route: str, note: Note, ms: float) -> str:

@@ -33,6 +33,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorBody, "description": "The server failed or is shutting down."},
 }
 _FOR_ADMINS = ("/metrics", "/v1/cache/stats", "/v1/cache/clear", "/v1/cache/pin", "/v1/cache/unpin")
+# Threads that read requests. Tokenizing holds no lock for long, and every thread more has memory of its own.
+_READERS = 4
 _READ_BY_HAND = (ChatRequest, CompletionRequest, CacheRequest)
 
 
@@ -45,6 +47,7 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        to_thread.current_default_thread_limiter().total_tokens = _READERS
         yield
         await to_thread.run_sync(service.close)
 
@@ -55,6 +58,7 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         responses=_ERRORS,
         separate_input_output_schemas=False,
     )
@@ -62,7 +66,6 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(completion_routes.router)
     app.include_router(cache_routes.router)
     app.include_router(info_routes.router)
-    app.mount("/page", info_routes.PageFiles())
     for kind in (ApiError, KVBoostError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _told)
     if settings.cors_origins:
@@ -71,6 +74,7 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=["Retry-After"],
         )
     app.add_middleware(AccessLog, metrics=service.metrics)
     app.openapi = lambda: _openapi(app, settings)  # type: ignore[method-assign]

@@ -8,8 +8,6 @@ from anyio import to_thread
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import FileResponse
-from starlette.staticfiles import StaticFiles
-from starlette.types import Message, Receive, Scope, Send
 
 from kvboost.server.answers import ModelBody, ModelList, Status
 from kvboost.server.dependencies import Admin, AnyCaller, TheService
@@ -65,23 +63,11 @@ async def metrics(service: TheService, _admin: Admin) -> Response:
 
 @router.get("/", include_in_schema=False)
 async def page() -> FileResponse:
-    path = PAGE / "index.html"
-    if not path.is_file():
-        raise ApiError(404, "this installation has no page", code="not_found")
-    return FileResponse(path, headers=PAGE_HEADERS)
+    return await page_file("index.html")
 
 
-class PageFiles(StaticFiles):
-    """The files of the page, with its headers."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=PAGE, check_dir=False)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = [(name.lower().encode(), value.encode()) for name, value in PAGE_HEADERS.items()]
-                message["headers"] = [*message["headers"], *own]
-            await send(message)
-
-        await super().__call__(scope, receive, with_headers)
+@router.get("/page/{name}", include_in_schema=False)
+async def page_file(name: str) -> FileResponse:
+    if name not in {path.name for path in PAGE.glob("*") if path.is_file()}:
+        raise ApiError(404, "the page has no such file", code="not_found")
+    return FileResponse(PAGE / name, headers=PAGE_HEADERS)

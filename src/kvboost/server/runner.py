@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
         self.ready = threading.Event()
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: asyncio.Task[None] | None = None
+        self._ends: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -80,8 +80,8 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def _begin_to_end(self) -> None:
-        timeout_s = None if self._end is None else 0.0
-        self._end = asyncio.ensure_future(self._finish(timeout_s))
+        timeout_s = 0.0 if self._ends else None
+        self._ends.append(asyncio.ensure_future(self._finish(timeout_s)))
 
     async def _finish(self, timeout_s: float | None) -> None:
         self.service.begin_shutdown()
