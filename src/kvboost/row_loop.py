@@ -40,7 +40,10 @@ LANE_TOKENS = 256  # of an answer; a longer one is moved on, so that lanes stay 
 _PULLED_SHARE = 2  # of a lane: the end of a prompt up to this long is taken into it
 _ALONE_BLOCK = {False: 256, True: 2048}  # prompt tokens per step while nobody waits for a next token
 _LEAST_BLOCK = 16
-_MAX_SLOWDOWN = 2.5  # of a step by prompt tokens that go along with it
+# How many times as long a step may take for the prompt tokens that go along with it: the first, and up to the
+# second where those who wait for their first token outnumber those who wait for their next.
+_SLOWDOWN = (3.0, 6.0)
+_ROUND = ((64, 64), (16, 8))  # above so many tokens in a step, multiples of this: few shapes, few kernels
 _MEMORY = 0.8  # how much of what was measured before counts in the running means
 Planned = Callable[[Request], AbstractContextManager[ReusePlan]]
 
@@ -123,12 +126,13 @@ class Pace:
         self._step_s = 0.0
         self.token_s = 0.0  # of a prompt token, as measured
 
-    def block(self, decoding: int) -> int:
-        """Prompt tokens for the next step, in which `decoding` rows get a token."""
-        if not decoding or not self.token_s or not self._step_s:
-            return self._most
-        allowed = (_MAX_SLOWDOWN - 1) * self._step_s / self.token_s
-        return int(min(self._most, max(_LEAST_BLOCK, allowed)))
+    def block(self, decoding: int, waiting: int) -> int:
+        """Prompt tokens for the next step: `decoding` rows get a token in it, `waiting` have none yet."""
+        allowed = float(self._most)
+        if decoding and self.token_s and self._step_s:
+            slowdown = min(_SLOWDOWN[1], _SLOWDOWN[0] * max(1.0, waiting / decoding))
+            allowed = min(allowed, max(_LEAST_BLOCK, (slowdown - 1) * self._step_s / self.token_s))
+        return _rounded(int(allowed) + decoding) - decoding
 
     def took(self, seconds: float, decoding: int, prompt_tokens: int) -> None:
         """A step of so many tokens took `seconds`."""
@@ -138,6 +142,13 @@ class Pace:
             self.token_s = _mean(self.token_s, seconds / prompt_tokens)
         elif self._step_s:
             self.token_s = _mean(self.token_s, max(0.0, seconds - self._step_s) / prompt_tokens)
+
+
+def _rounded(tokens: int) -> int:
+    for above, step in _ROUND:
+        if tokens > above:
+            return tokens // step * step
+    return tokens
 
 
 def _mean(so_far: float, value: float) -> float:
@@ -266,7 +277,7 @@ class RowLoop:
     def _step(self) -> None:
         started = time.perf_counter()
         decoding = [row for row in self._rows if row.started]
-        fills = self._fills(self._pace.block(len(decoding)))
+        fills = self._fills(self._pace.block(len(decoding), len(self._rows) - len(decoding)))
         prompt_tokens = sum(len(each.token_ids) for each in fills.values())
         speaking = [row for row in self._rows if row.started or (row.answers and self._is_ready(row, fills))]
         self._make_lanes(speaking)

@@ -301,14 +301,17 @@ def test_a_failing_step_fails_those_in_it(make_engine: MakeEngine, monkeypatch: 
 def test_long_prompts_go_in_blocks() -> None:
     """With tokens to come on time, a step takes as many prompt tokens as it can bear."""
     pace = row_loop.Pace(on_gpu=False)
-    assert pace.block(0) == pace.block(3) == 256  # nothing is known yet
+    assert pace.block(0, 1) == 256  # nothing is known yet
+    assert pace.block(3, 1) + 3 == 256
     pace.took(0.1, 3, 0)
     pace.took(1.0, 0, 250)
-    assert pace.block(0) == 256
-    assert 30 <= pace.block(3) <= 40  # (2.5 - 1) x 0.1 s, at 4 ms per token
+    assert pace.block(0, 1) == 256
+    assert pace.block(3, 1) + 3 == 48  # (3 - 1) x 0.1 s at 4 ms per token, and few sizes of steps
+    assert pace.block(3, 4) + 3 == 64  # more wait for their first token
+    assert pace.block(1, 30) + 1 == 64 * 2  # up to (6 - 1) x 0.1 s
     for _ in range(60):
         pace.took(1.1, 3, 10)  # attention grows with the text
-    assert pace.block(3) == 16
+    assert pace.block(3, 1) == 13
 
 
 class TestSlots:

@@ -12,7 +12,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvboost.bench.server_process import ServerProcess
 from kvboost.bench.stream_client import ask
 from kvboost.cli.main import main
 from tests.equivalence.proofs import write_result
-from tests.soak.mixed_load import ADMIN, KEYS, Limits, MixedLoad
+from tests.soak.mixed_load import ADMIN, Limits, MixedLoad
 from tests.texts import corpus
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -236,5 +236,3 @@ def test_growth() -> None:
     assert growth(flat, 1_000)[1] == 0
     assert growth(leaking, 1_000)[1] > MAX_GROWTH
     assert len(growth(flat, 1_000)[0]) == WINDOWS
-    assert asdict(flat[0])["rss_mb"] == 100.0
-    assert len(KEYS) == 3

@@ -10,7 +10,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -77,7 +77,8 @@ class Server(uvicorn.Server):
         if self._loop is None:
             self.should_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._begin_to_end)
+            with suppress(RuntimeError):  # the loop is closed: it has ended already
+                self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def _begin_to_end(self) -> None:
         timeout_s = 0.0 if self._ends else None
