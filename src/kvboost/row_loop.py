@@ -42,7 +42,7 @@ _ALONE_BLOCK = {False: 256, True: 2048}  # prompt tokens per step while nobody w
 _LEAST_BLOCK = 16
 # How many times as long a step may take for the prompt tokens that go along with it: the first, and up to the
 # second where those who wait for their first token outnumber those who wait for their next.
-_SLOWDOWN = (3.0, 6.0)
+_SLOWDOWN = (3.0, 12.0)
 _ROUND = ((64, 64), (16, 8))  # above so many tokens in a step, multiples of this: few shapes, few kernels
 _MEMORY = 0.8  # how much of what was measured before counts in the running means
 Planned = Callable[[Request], AbstractContextManager[ReusePlan]]
