@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests import batch_numbers, disk_numbers, peers_numbers, quant_numbers, readme_numbers, reuse_numbers
+from tests import (
+    batch_numbers,
+    disk_numbers,
+    peers_numbers,
+    quant_numbers,
+    readme_numbers,
+    reuse_numbers,
+    serve_numbers,
+)
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -86,6 +94,9 @@ def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
         assert part() in document, part.__name__
     assert reuse_numbers.machine("peers-cpu") in document
     assert peers_numbers.peers_table() in README
+    for part in serve_numbers.PARTS:
+        assert part() in document, part.__name__
+    assert reuse_numbers.machine("serve-cpu") in document
 
 
 @pytest.mark.parametrize(

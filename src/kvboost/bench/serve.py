@@ -288,7 +288,10 @@ class _Bench:
             for reply in await send(server.address, contestant.model, warm_up, _START_S):
                 if not reply.is_answered:
                     raise ServerFailedError(f"the first requests: {_reason(reply)}")
-            self.about[contestant.name] = {"command": contestant.command, "start_s": round(start_s, 1)}
+            self.about[contestant.name] = {
+                "command": [Path(word).name if word.startswith("/") else word for word in contestant.command],
+                "start_s": round(start_s, 1),
+            }
             yield server.address
         finally:
             server.stop()
