@@ -29,7 +29,7 @@ import torch.nn.functional as functional
 # oneDNN makes a kernel for every number of rows that it meets, which takes milliseconds and half a megabyte
 # each. So few numbers are used: all of the smallest, then steps, to which rows are filled up. Rows that would
 # be filled up by more than the share, and longer stretches, keep the stock kernel.
-_EXACT_ROWS = 16
+_EXACT_ROWS = 32
 _STEPS = ((64, 8), (1024, 64))  # up to so many rows, multiples of this
 _MAX_FILLED_SHARE = 0.12
 _PACKED_FOR_ROWS = 16  # the order for few rows is at least as good as the plain one up to hundreds
