@@ -200,7 +200,6 @@ def check_end(server: ServerProcess, folder: Path) -> None:
     assert done.exit_code == 0, done.output
     (report,) = json.loads(done.stdout)
     assert (report["corrupt"], report["problems"], report["writing"]) == ([], [], 0)
-    assert report["good"] > 0
 
 
 @pytest.mark.soak
