@@ -13,8 +13,9 @@ demo: $(VENV)/.ready
 
 # First the tests on tiny models, two at a time, then those of the real one, which takes all cores.
 test: $(VENV)/.full
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not soak and not real_model" tests
-	$(VENV)/bin/python -m pytest -m "not slow and not soak and real_model" tests
+	$(VENV)/bin/python -c "from kvboost.embedded import ensure_checkpoint; ensure_checkpoint()"
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not soak and not real_model and not timed" tests
+	$(VENV)/bin/python -m pytest -m "not slow and not soak and (real_model or timed)" tests
 
 check: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -1217,6 +1217,7 @@ def median_ttft(engine: KVBoost, seeds: range, tokens: int = 60) -> float:
     return sorted(times)[len(times) // 2]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("calls", [*((call,) for call in ALL_CALLS), ALL_CALLS], ids=str)
 @pytest.mark.parametrize("max_chunks", [None, 12])
 @pytest.mark.usefixtures("short_deadline")
