@@ -34,11 +34,15 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Feed:
-    """`tokens` new tokens of one row: the last ones of `own`, or all of it, behind all of `before`."""
+    """`tokens` new tokens of one row: the last ones of `own`, or all of it, behind all of `before`.
+
+    From the start of `own` on, `room` slots may be read under a mask; 0: no more than its length.
+    """
 
     own: Stretch
     tokens: int
     before: tuple[Stretch, ...] = ()
+    room: int = 0
 
     @property
     def first(self) -> int:
@@ -55,11 +59,24 @@ class _Together(NamedTuple):
 
 
 class _Lanes(NamedTuple):
-    """Queries from `first` on, one per row, whose own KV lies in equal steps of `step` slots."""
+    """Queries from `first` on, one per row, whose own KV lies in equal steps of `step` slots.
+
+    `room` slots of each may be read.
+    """
 
     first: int
     step: int
     owns: tuple[Stretch, ...]
+    room: int
+
+    def joined_by(self, feed: Feed) -> _Lanes | None:
+        """With one row more, where its KV continues the steps and all may be read as far as the longest."""
+        step = feed.own.start - self.owns[-1].start
+        owns, room = (*self.owns, feed.own), min(self.room, feed.room)
+        longest = max(own.length for own in owns)
+        if self.step not in (0, step) or not longest <= min(step, room):
+            return None
+        return _Lanes(self.first, step, owns, room)
 
 
 class RowPattern:
@@ -106,10 +123,10 @@ class RowPattern:
                 parts.append(index)
                 continue
             last = parts[-1] if parts else None
-            if isinstance(last, _Lanes) and (step := _common_step(last, feed.own)):
-                parts[-1] = _Lanes(last.first, step, (*last.owns, feed.own))
+            if isinstance(last, _Lanes) and (joined := last.joined_by(feed)):
+                parts[-1] = joined
             else:
-                parts.append(_Lanes(self._starts[index], 0, (feed.own,)))
+                parts.append(_Lanes(self._starts[index], 0, (feed.own,), feed.room))
         return tuple(parts)
 
     # --- what the model calls ----------------------------------------------------------------
@@ -293,15 +310,6 @@ def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
     """Stretches of queries whose masks stay small."""
     for first in range(start, end, _WINDOW_QUERIES):
         yield first, min(end, first + _WINDOW_QUERIES)
-
-
-def _common_step(lanes: _Lanes, own: Stretch) -> int:
-    """The step in slots at which `own` continues `lanes`, or 0 where it does not."""
-    step = own.start - lanes.owns[-1].start
-    if lanes.step not in (0, step):
-        return 0
-    longest = max(own.length, *(each.length for each in lanes.owns))
-    return step if step >= longest else 0
 
 
 def _strided(slots: torch.Tensor, start: int, rows: int, step: int, length: int) -> torch.Tensor:

@@ -243,7 +243,7 @@ class RowLoop:
         row.reserved = _growth(request, answers)
         start = len(self._rows) * LANE_TOKENS
         self._arena.clear(start, start + LANE_TOKENS)  # read under a mask, which does not stop a NaN
-        row.lane = Segment(start, LANE_TOKENS, row.segments)
+        row.lane = Segment(start, LANE_TOKENS, row.segments, clean=True)
         self._rows.append(row)
         self._order.append(row)
         self.counts.joined += 1
@@ -357,7 +357,7 @@ class RowLoop:
             self._arena.move(node.segment.start, at, len(node.tokens))
             at += len(node.tokens)
         row.node = self.residents.release(own)
-        row.lane = Segment(lane.start, LANE_TOKENS, row.segments)
+        row.lane = Segment(lane.start, LANE_TOKENS, row.segments, clean=True)
         row.lane.length = count + lane.length
 
     def _move_on(self, row: Row) -> None:
@@ -372,7 +372,7 @@ class RowLoop:
             row.moved_on.append(part)
             done += end - start
         row.reserved = max(0, row.reserved - lane.length)
-        row.lane = Segment(lane.start, LANE_TOKENS, row.segments)
+        row.lane = Segment(lane.start, LANE_TOKENS, row.segments, clean=True)
         assert row.lane.position == position + done
 
     @staticmethod

@@ -195,7 +195,8 @@ class RowServer:
         lane_tokens = max(needed[row] - forest.start_of(row) for row in forest.order)
         lanes: dict[int, Segment] = {}
         for row in forest.order:
-            lanes[row] = Segment(slots, lane_tokens, _segments(forest.branch_of[row], branches))
+            before = _segments(forest.branch_of[row], branches)
+            lanes[row] = Segment(slots, lane_tokens, before, clean=True)
             slots += lane_tokens
         first = requests[forest.order[0]]
         arena, already, _ = self._workspace.take(slots, first.namespace.key, first.token_ids)

@@ -26,12 +26,18 @@ _MAX_LOGITS = 1 << 26
 
 
 class Segment:
-    """KV of consecutive tokens in slots `[start, start + capacity)`, behind the segments of `before`."""
+    """KV of consecutive tokens in slots `[start, start + capacity)`, behind the segments of `before`.
 
-    def __init__(self, start: int, capacity: int, before: tuple[Segment, ...] = ()) -> None:
+    Of a `clean` one, the slots without a token hold finite numbers too, and may be read under a mask.
+    """
+
+    def __init__(
+        self, start: int, capacity: int, before: tuple[Segment, ...] = (), *, clean: bool = False
+    ) -> None:
         self.start = start
         self.capacity = capacity
         self.before = before
+        self.clean = clean
         self.position: int = before[-1].position + before[-1].capacity if before else 0
         self.length = 0
 
@@ -165,7 +171,7 @@ def _feed(segment: Segment, tokens: int) -> Feed:
     before = tuple(each.stretch for each in segment.before if each.length)
     old = segment.length - tokens
     if tokens == 1 or not old:
-        return Feed(segment.stretch, tokens, before)
+        return Feed(segment.stretch, tokens, before, segment.capacity if segment.clean else segment.length)
     start, _, position = segment.stretch
     return Feed(
         Stretch(start + old, tokens, position + old), tokens, (*before, Stretch(start, old, position))

@@ -117,17 +117,21 @@ def test_everyone_equals_baseline(make_engine: MakeEngine, name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_in_little_room(make_engine: MakeEngine, seed: int) -> None:
-    """Text is thrown out of the arena all the time, and rows wait for each other's text."""
+def test_many_in_little_room(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Text is thrown out of the arena all the time, and rows wait for each other's text.
+
+    How many prompt tokens a step takes is drawn, down to single ones: measured times would decide it.
+    """
+    draw = random.Random(seed)
+    blocks = [1, 2, 3, 7, 16, 64, 256]
+    monkeypatch.setattr(row_loop.Pace, "block", lambda *_: draw.choice(blocks))
     engine = make_engine(max_chunks=[None, 6][seed % 2])
     asked = prompts(40, seed=10 + seed)
-    wanted = [expected(engine, prompt, 5) for prompt in asked]
+    lengths = [draw.randint(1, 9) for _ in asked]
+    wanted = [expected(engine, prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
     loop = engine.running_batch(max_rows=5, prompt_tokens=320)
-    draw = random.Random(seed)
-    arrivals = [
-        (step, engine.read_request(p, 5))
-        for step, p in zip(sorted(draw.choices(range(60), k=40)), asked, strict=True)
-    ]
+    requests = [engine.read_request(prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
+    arrivals = list(zip(sorted(draw.choices(range(60), k=40)), requests, strict=True))
     heard = run(loop, arrivals)
     assert [one.tokens for one in heard] == wanted
     for one, prompt in zip(heard, asked, strict=True):

@@ -57,7 +57,9 @@ def test_rows_behind_shared_segments_give_the_single_logits(name: str, attention
     tails = [_ids(n, 10 + n) for n in (1, 7, 25, 12)]
     root = Segment(0, 50)
     branch = Segment(50, 30, (root,))
-    lanes = [Segment(100 + 40 * i, 40, (root, branch) if i in (1, 2) else (root,)) for i in range(4)]
+    lanes = [
+        Segment(100 + 40 * i, 40, (root, branch) if i in (1, 2) else (root,), clean=True) for i in range(4)
+    ]
     _run(model, arena, [Extension(root, root_ids, 0)])
     _run(model, arena, [Extension(branch, branch_ids, 0)])
     got = _run(
@@ -93,7 +95,8 @@ def test_any_mixture_of_prompts_and_single_tokens(data: st.DataObject) -> None:
         before = (root,)
         _run(model, arena, [Extension(root, _ids(shared, 3), 0)])
     count = data.draw(st.integers(1, 5))
-    lanes = [Segment(40 + 60 * i, 60, before) for i in range(count)]
+    clean = data.draw(st.booleans())
+    lanes = [Segment(40 + 60 * i, 60, before, clean=clean) for i in range(count)]
     texts = [_ids(shared, 3).tolist() if shared else [] for _ in lanes]
     for step in range(data.draw(st.integers(1, 4))):
         chosen = data.draw(st.lists(st.sampled_from(range(count)), min_size=1, unique=True))
@@ -167,6 +170,37 @@ def test_a_segment_takes_no_more_than_it_has_room_for() -> None:
     arena = Arena(probe_layout(model), 20)
     with pytest.raises(ValueError, match="a segment of 4 tokens cannot take 5"):
         _run(model, arena, [Extension(Segment(0, 4), _ids(5, 1))])
+
+
+def test_nothing_is_read_behind_a_segment_that_is_not_clean() -> None:
+    """Single tokens of segments of unequal length: one ends with the arena, another has NaN behind it."""
+    model = _model()
+    arena = Arena(probe_layout(model), 100)
+    texts = [_ids(7, 1), _ids(5, 2), _ids(3, 3)]
+    segments = [Segment(65, 7), Segment(81, 5), Segment(97, 3)]
+    _run(model, arena, [Extension(one, ids[:-1]) for one, ids in zip(segments, texts, strict=True)])
+    for slab in arena.slabs:
+        slab[:, :, 86:97] = float("nan")  # what is left of a text that overflowed
+    got = _run(model, arena, [Extension(one, ids[-1:]) for one, ids in zip(segments, texts, strict=True)])
+    for index, ids in enumerate(texts):
+        assert torch.allclose(got[index], _alone(model, ids.tolist())[-1:], atol=TOLERANCE)
+
+
+def test_lanes_go_together_where_they_may_be_read() -> None:
+    """The tokens of clean lanes in equal steps are one call; a segment that is not clean has its own."""
+
+    def feed(start: int, length: int, room: int) -> row_attention.Feed:
+        return row_attention.Feed(row_attention.Stretch(start, length, 0), 1, (), room)
+
+    def sizes(*feeds: row_attention.Feed) -> list[int]:
+        parts = row_attention.RowPattern(feeds, torch.device("cpu"))._own_parts
+        return [len(part.owns) for part in parts if isinstance(part, row_attention._Lanes)]
+
+    assert sizes(feed(0, 3, 40), feed(40, 9, 40), feed(80, 1, 40)) == [3]
+    assert sizes(feed(0, 3, 3), feed(40, 9, 40), feed(80, 1, 40)) == [1, 2]
+    assert sizes(feed(0, 9, 9), feed(40, 3, 40), feed(80, 10, 40)) == [2, 1]
+    assert sizes(feed(0, 3, 40), feed(40, 9, 40), feed(90, 1, 40)) == [2, 1]
+    assert sizes(feed(40, 3, 40), feed(0, 9, 40)) == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
