@@ -272,7 +272,7 @@ class RowLoop:
         try:
             self._step()
         except Exception as error:  # out of memory, mostly; the KV of those in the step is not to be trusted
-            self._fail_all(error)
+            self.fail_all(error)
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -467,7 +467,8 @@ class RowLoop:
             self._arena.clear(at * LANE_TOKENS + last.lane.length, (at + 1) * LANE_TOKENS)
             last.lane.start = at * LANE_TOKENS
 
-    def _fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
+        """Tell all requests that there is no answer, and begin anew."""
         self.counts.failed_steps += 1
         rows = self.rows
         self._rows, self._order = [], []

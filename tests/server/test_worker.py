@@ -240,3 +240,56 @@ def test_many_clients_that_come_and_go(make_engine: MakeEngine) -> None:
     with_worker(engine, body, max_rows=3, batch_tokens=300, max_waiting=30)
     assert len(ended) == 80
     assert {"length", "refused"} <= set(ended)
+
+
+def test_a_failure_between_two_steps_ends_nobody_elses_service(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a client that has gone leaves behind cannot be stored: all hear of it, later ones are answered."""
+    engine = make_engine()
+    expected = engine.generate(random_ids(20, 3), 4, mode=GenerationMode.BASELINE).token_ids
+
+    async def body(worker: Worker) -> None:
+        requests = [engine.read_request(random_ids(20, n), 900, min_new_tokens=900) for n in (1, 2)]
+        gone, other = (worker.submit(request) for request in requests)
+        for ticket in (gone, other):
+            assert await anext(aiter(ticket)) is not None
+        assert worker.batch is not None
+        store = worker.batch._store
+        monkeypatch.setattr(worker.batch, "_store", _broken)
+        gone.cancel()
+        with pytest.raises(OSError, match="no room"):
+            await tokens_of(other)
+        monkeypatch.setattr(worker.batch, "_store", store)
+        assert await tokens_of(worker.submit(engine.read_request(random_ids(20, 3), 4))) == expected
+        assert worker.is_alive
+
+    with_worker(engine, body, max_rows=4, batch_tokens=4_000)
+    assert "requests failed together" in caplog.text
+
+
+def test_shutting_down_outlives_a_failure(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    worker = Worker(engine, max_rows=4, batch_tokens=4_000)
+
+    async def main() -> None:
+        tickets = []
+        for n in (1, 2):
+            request = engine.read_request(random_ids(20, n), 900, min_new_tokens=900)
+            tickets.append(worker.submit(request))
+            assert await anext(aiter(tickets[-1])) is not None
+        monkeypatch.setattr(worker.batch, "_store", _broken)
+        await asyncio.to_thread(worker.close, 0.01)
+        for ticket in tickets:
+            with pytest.raises(ShuttingDownError):
+                await tokens_of(ticket)
+
+    asyncio.run(main())
+    assert not worker.is_alive
+    assert caplog.text.count("was not stored") == 2
+
+
+def _broken(*_: Any) -> None:
+    raise OSError("no room")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -23,9 +24,10 @@ from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
 from kvboost.models import GenerationResult
 from kvboost.requests import Request
-from kvboost.row_loop import Row
+from kvboost.row_loop import Row, RowLoop
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _NOT_ANSWERED = "the server was shut down before this request was answered"
 _TOO_LONG = "the request took longer than the server allows"
 _IDLE_S = 0.5  # how often deadlines of waiting requests are looked at while nothing runs
@@ -150,10 +152,11 @@ class FairQueue:
 
     def remove_if(self, unwanted: Callable[[Ticket], bool]) -> list[Ticket]:
         """Take out all that are `unwanted`."""
-        removed = []
+        removed: list[Ticket] = []
         for tenant, tickets in list(self._tenants.items()):
-            kept = deque(ticket for ticket in tickets if not unwanted(ticket))
-            removed += [ticket for ticket in tickets if ticket not in kept]
+            kept: deque[Ticket] = deque()
+            for ticket in tickets:
+                (removed if unwanted(ticket) else kept).append(ticket)
             if kept:
                 self._tenants[tenant] = kept
             else:
@@ -276,11 +279,29 @@ class Worker:
                 self._calls.clear()
             for function, future in calls:
                 _call(function, future)
-            self._drop_unwanted()
-            self._admit()
-            if self.batch is not None and self.batch.rows:
-                self.batch.step()
-                self._collect()
+            try:
+                self._turn()
+            except Exception as error:  # whatever it was, those who come later are to be served
+                _log.exception("requests failed together")
+                self._fail_all(error)
+        if self.batch is not None:
+            for row in self.batch.rows:
+                _leave(self.batch, row)
+
+    def _turn(self) -> None:
+        """Let go, let in, one step."""
+        self._drop_unwanted()
+        self._admit()
+        if self.batch is not None and self.batch.rows:
+            self.batch.step()
+            self._collect()
+
+    def _fail_all(self, error: Exception) -> None:
+        if self.batch is not None:
+            self.batch.fail_all(error)
+        for ticket in self._running:
+            ticket.failed(error)
+        self._collect()
 
     def _has_work(self) -> bool:
         return bool(self._running or self._calls or len(self._queue) or self._closing)
@@ -292,8 +313,6 @@ class Worker:
             error = ShuttingDownError(_NOT_ANSWERED)
             for ticket in [*self._queue.remove_if(lambda _: True), *self._running]:
                 ticket.failed(error)
-                if ticket.row is not None and self.batch is not None:
-                    self.batch.leave(ticket.row)  # what it has computed is stored all the same
             self._running = []
             for _, future in self._calls:
                 future.set_exception(error)
@@ -416,6 +435,14 @@ def _ending_at(deadline: float | None, cancelled: threading.Event) -> Iterator[N
         yield
     finally:
         timer.cancel()
+
+
+def _leave(batch: RowLoop, row: Row) -> None:
+    """Store what a request has computed, if that can be done."""
+    try:
+        batch.leave(row)
+    except Exception:
+        _log.exception("what a request had computed was not stored")
 
 
 def _call(function: Callable[[], T], future: Future[T]) -> None:
