@@ -479,11 +479,11 @@ class InferenceEngine:
     def running_batch(self, max_rows: int | None = None, prompt_tokens: int | None = None) -> RowLoop:
         """A batch that requests join and leave at any step, for servers; drive it from one thread.
 
-        It holds at most `max_rows` requests (default 16, on a GPU 64) and the KV of `prompt_tokens` tokens
+        It holds at most `max_rows` requests (default 32, on a GPU 64) and the KV of `prompt_tokens` tokens
         (default 32,768, or what a quarter of the free memory holds).
         """
         if max_rows is None:
-            max_rows = 64 if self.layout.slabs[0].device.type == "cuda" else 16
+            max_rows = 64 if self.layout.slabs[0].device.type == "cuda" else 32
         if prompt_tokens is None:
             prompt_tokens = min(_RUNNING_BATCH_TOKENS, workload.default_batch_tokens(self.layout))
         return RowLoop(

@@ -59,24 +59,24 @@ class _Together(NamedTuple):
 
 
 class _Lanes(NamedTuple):
-    """Queries from `first` on, one per row, whose own KV lies in equal steps of `step` slots.
+    """Single queries of several rows whose own KV lies in equal steps of `step` slots.
 
     `room` slots of each may be read.
     """
 
-    first: int
+    queries: tuple[int, ...]
     step: int
     owns: tuple[Stretch, ...]
     room: int
 
-    def joined_by(self, feed: Feed) -> _Lanes | None:
+    def joined_by(self, query: int, feed: Feed) -> _Lanes | None:
         """With one row more, where its KV continues the steps and all may be read as far as the longest."""
         step = feed.own.start - self.owns[-1].start
         owns, room = (*self.owns, feed.own), min(self.room, feed.room)
         longest = max(own.length for own in owns)
         if self.step not in (0, step) or not longest <= min(step, room):
             return None
-        return _Lanes(self.first, step, owns, room)
+        return _Lanes((*self.queries, query), step, owns, room)
 
 
 class RowPattern:
@@ -115,19 +115,29 @@ class RowPattern:
                 open_ranges.setdefault(keys, self._starts[index])
 
     @cached_property
-    def _own_parts(self) -> tuple[int | _Lanes, ...]:
-        """Feeds by index, and neighbouring ones of one token each gathered where their KV allows it."""
-        parts: list[int | _Lanes] = []
-        for index, feed in enumerate(self.feeds):
-            if feed.tokens != 1:
-                parts.append(index)
-                continue
-            last = parts[-1] if parts else None
-            if isinstance(last, _Lanes) and (joined := last.joined_by(feed)):
+    def _lanes(self) -> tuple[_Lanes, ...]:
+        """Feeds of one token each, gathered where their KV allows it; the queries may lie anywhere."""
+        single = [index for index, feed in enumerate(self.feeds) if feed.tokens == 1]
+        parts: list[_Lanes] = []
+        for index in sorted(single, key=lambda index: self.feeds[index].own.start):
+            query, feed = self._starts[index], self.feeds[index]
+            if parts and (joined := parts[-1].joined_by(query, feed)):
                 parts[-1] = joined
             else:
-                parts.append(_Lanes(self._starts[index], 0, (feed.own,), feed.room))
+                parts.append(_Lanes((query,), 0, (feed.own,), feed.room))
         return tuple(parts)
+
+    @cached_property
+    def _lane_queries(self) -> tuple[slice | torch.Tensor, ...]:
+        """The queries of each of these, as an index: a slice where they are neighbours."""
+        found: list[slice | torch.Tensor] = []
+        for lanes in self._lanes:
+            first, last = lanes.queries[0], lanes.queries[-1] + 1
+            if lanes.queries == tuple(range(first, last)):
+                found.append(slice(first, last))
+            else:
+                found.append(torch.tensor(lanes.queries, device=self.device))
+        return tuple(found)
 
     # --- what the model calls ----------------------------------------------------------------
 
@@ -150,11 +160,11 @@ class RowPattern:
         layer = _Layer(query, key, value, scaling, extra.get("sliding_window"))
         if not is_plain(dropout, extra):
             return self._row_by_row(module, layer, dropout, extra), None
-        for part in self._own_parts:
-            if isinstance(part, _Lanes):
-                self._attend_lanes(part, layer)
-            else:
-                self._attend_own(part, layer)
+        for index, feed in enumerate(self.feeds):
+            if feed.tokens > 1:
+                self._attend_own(index, layer)
+        for lanes, queries in zip(self._lanes, self._lane_queries, strict=True):
+            self._attend_lanes(lanes, queries, layer)
         for keys, first, last in self._shared:
             self._add_shared(keys, first, last, layer)
         return layer.out.transpose(0, 1).unsqueeze(0).to(query.dtype), None
@@ -180,10 +190,9 @@ class RowPattern:
         last = first + end - start
         layer.set(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
 
-    def _attend_lanes(self, lanes: _Lanes, layer: _Layer) -> None:
+    def _attend_lanes(self, lanes: _Lanes, queries: slice | torch.Tensor, layer: _Layer) -> None:
         """One token of each of several rows over their own stretches, in one call."""
         rows = len(lanes.owns)
-        first, last = lanes.first, lanes.first + rows
         longest = max(own.length for own in lanes.owns)
 
         def seen() -> np.ndarray:
@@ -191,17 +200,17 @@ class RowPattern:
             visible = index < ends
             return visible if layer.window is None else visible & (index >= ends - layer.window)
 
-        mask = self._mask(("lanes", first), layer, seen, group=1)
         start = lanes.owns[0].start
+        mask = self._mask(("lanes", start), layer, seen, group=1)
         part, sums = partial_attention(
-            layer.query[0, :, first:last].transpose(0, 1).reshape(rows, layer.key.shape[1], layer.group, -1),
+            layer.query[0, :, queries].transpose(0, 1).reshape(rows, layer.key.shape[1], layer.group, -1),
             _strided(layer.key, start, rows, lanes.step, longest),
             _strided(layer.value, start, rows, lanes.step, longest),
             None if mask is None else mask.reshape(rows, 1, 1, longest),
             layer.scale,
         )
-        layer.out[:, first:last] = part.flatten(1, 2).transpose(0, 1)
-        layer.weight[:, first:last] = sums.flatten(1, 2).transpose(0, 1)
+        layer.out[:, queries] = part.flatten(1, 2).transpose(0, 1).float()
+        layer.weight[:, queries] = sums.flatten(1, 2).transpose(0, 1).float()
 
     def _add_shared(self, keys: Stretch, first: int, last: int, layer: _Layer) -> None:
         """Queries `[first, last)` over a stretch that they share, added to what they have."""

@@ -42,7 +42,7 @@ _ALONE_BLOCK = {False: 256, True: 2048}  # prompt tokens per step while nobody w
 _LEAST_BLOCK = 16
 # How many times as long a step may take for the prompt tokens that go along with it: the first, and up to the
 # second where those who wait for their first token outnumber those who wait for their next.
-_SLOWDOWN = (3.0, 12.0)
+_SLOWDOWN = (6.0, 12.0)
 _ROUND = ((64, 64), (16, 8))  # above so many tokens in a step, multiples of this: few shapes, few kernels
 _MEMORY = 0.8  # how much of what was measured before counts in the running means
 Planned = Callable[[Request], AbstractContextManager[ReusePlan]]
@@ -281,8 +281,7 @@ class RowLoop:
         prompt_tokens = sum(len(each.token_ids) for each in fills.values())
         speaking = [row for row in self._rows if row.started or (row.answers and self._is_ready(row, fills))]
         self._make_lanes(speaking)
-        extensions = [*fills.values(), *(self._next(row) for row in speaking)]
-        failed = self._forward(extensions, len(fills), speaking)
+        failed = self._forward([*((fill, None) for fill in fills.values()), *map(self._next, speaking)])
         self.counts.steps += 1
         self.counts.decoded_tokens += len(speaking)
         self.counts.prefilled_tokens += prompt_tokens
@@ -302,18 +301,23 @@ class RowLoop:
                 self.leave(row)
 
     def _fills(self, block: int) -> dict[int, Extension]:
-        """The next `block` prompt tokens, by node: of those who came first, and each only once."""
-        fills: dict[int, Extension] = {}
+        """The next `block` prompt tokens, by node, each node once.
+
+        Half of them belong to who came first; then the shortest are next, so that nobody waits long for
+        somebody else's long prompt.
+        """
+        waiting: dict[int, tuple[Row, Node]] = {}
         for row in self._order:
-            node = row.unfilled
-            if node is None or block <= 0:
-                continue
-            if id(node) not in fills:
+            if (node := row.unfilled) is not None:
+                waiting.setdefault(id(node), (row, node))
+        fills: dict[int, Extension] = {}
+        for (row, node), count in zip(
+            waiting.values(), _shares(block, [_unfilled(*each) for each in waiting.values()]), strict=True
+        ):
+            if count:
                 row.in_place = min(row.in_place, node.segment.end)  # whoever was to compute it has left
                 start = node.segment.length
-                tokens = node.tokens[start : start + block]
-                fills[id(node)] = Extension(node.segment, tokens, 0)
-                block -= len(tokens)
+                fills[id(node)] = Extension(node.segment, node.tokens[start : start + count], 0)
         return fills
 
     @staticmethod
@@ -376,19 +380,21 @@ class RowLoop:
         assert row.lane.position == position + done
 
     @staticmethod
-    def _next(row: Row) -> Extension:
+    def _next(row: Row) -> tuple[Extension, Row]:
         if row.started:
-            return Extension(row.lane, np.array(row.decoding.new_ids[-1:]))
-        return Extension(row.lane, row.request.token_ids[row.limit :])
+            return Extension(row.lane, np.array(row.decoding.new_ids[-1:])), row
+        return Extension(row.lane, row.request.token_ids[row.limit :]), row
 
-    def _forward(self, extensions: list[Extension], fills: int, speaking: list[Row]) -> dict[int, Exception]:
-        """Run the extensions and choose the next tokens; returns the rows for which that failed."""
+    def _forward(self, parts: list[tuple[Extension, Row | None]]) -> dict[int, Exception]:
+        """Run the extensions and choose their rows' next tokens; returns the rows for which that failed."""
         failed: dict[int, Exception] = {}
+        parts.sort(key=lambda part: _path(part[0].segment))
+        found = []
         with decode.running(self._model, fast=True):
-            found = [
-                (speaking[number - fills], logits[0])
-                for number, _, logits in extend(self._model, self._arena, extensions)
-            ]
+            for number, _, logits in extend(self._model, self._arena, [each for each, _ in parts]):
+                row = parts[number][1]
+                assert row is not None
+                found.append((row, logits[0]))
             greedy = [(row, logits) for row, logits in found if row.decoding.takes_the_largest]
             if greedy:  # one question to the device for them all
                 largest = torch.stack([logits for _, logits in greedy]).argmax(-1).tolist()
@@ -488,6 +494,29 @@ def _growth(request: Request, answers: bool) -> int:
     if not answers:
         return 0
     return (request.options.max_new_tokens + LANE_TOKENS // _PULLED_SHARE) // LANE_TOKENS * LANE_TOKENS
+
+
+def _path(segment: Segment) -> tuple[int, ...]:
+    """Sorted by it, who shares something are neighbours, and a segment comes before those behind it."""
+    return tuple(each.start for each in segment.before)
+
+
+def _unfilled(row: Row, node: Node) -> tuple[int, int]:
+    """How many tokens a node needs, its row's next one, and how many the row needs in all."""
+    return node.segment.capacity - node.segment.length, row.limit - node.segment.end
+
+
+def _shares(block: int, needs: Sequence[tuple[int, int]]) -> list[int]:
+    """How many of `block` tokens go to each, by what each needs now and in all, in the order of arrival."""
+    shares = [0] * len(needs)
+    if needs:
+        others = sum(now for now, _ in needs[1:])
+        shares[0] = min(needs[0][0], max(block - others, (block + 1) // 2))
+    left = block - sum(shares)
+    for index in sorted(range(1, len(needs)), key=lambda index: needs[index][1]):
+        shares[index] = min(needs[index][0], left)
+        left -= shares[index]
+    return shares
 
 
 def _filled(row: Row) -> int:

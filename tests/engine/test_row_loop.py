@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost import GenerationMode, GenerationResult, KVBoost, row_loop
+from kvboost import GenerationMode, GenerationResult, KVBoost, row_attention, row_loop
 from kvboost.errors import InvalidRequestError
 from kvboost.models import Origin
 from kvboost.requests import Request
@@ -142,6 +142,80 @@ def test_many_in_little_room(make_engine: MakeEngine, monkeypatch: pytest.Monkey
         assert all(a.end == b.start for a, b in zip(result.spans, result.spans[1:], strict=False))
         assert result.spans[-1].origin is Origin.LIVE
         assert 0 < result.ttft_ms <= result.total_ms
+
+
+def test_rows_that_share_are_attended_together(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six rows in turns behind two texts: per layer one call for each text, and one for all lanes."""
+    engine = make_engine()
+    texts = [random_ids(60, 1), random_ids(70, 2)]
+    asked = [texts[i % 2] + random_ids(5 + i, 10 + i) for i in range(6)]
+    wanted = [expected(engine, prompt, 12, min_new_tokens=12) for prompt in asked]
+    loop = engine.running_batch(max_rows=6, prompt_tokens=600)
+    heard = [Heard() for _ in asked]
+    for prompt, one in zip(asked, heard, strict=True):
+        loop.join(engine.read_request(prompt, 12, min_new_tokens=12), one)
+    while not all(row.started and row.pulled for row in loop.rows):
+        loop.step()
+    calls: list[int] = []
+    whole = row_attention.partial_attention
+
+    def counting(query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(len(query))
+        return whole(query, *rest, **options)
+
+    monkeypatch.setattr(row_attention, "partial_attention", counting)
+    loop.step()
+    layers = engine.model.config.num_hidden_layers
+    assert sorted(calls) == sorted([1, 1, 6] * layers)
+    monkeypatch.undo()
+    while loop.rows:
+        loop.step()
+    assert [one.tokens for one in heard] == wanted
+
+
+@pytest.mark.parametrize(
+    ("block", "needs", "shares"),
+    [
+        (64, [], []),
+        (64, [(30, 30)], [30]),
+        (64, [(500, 500)], [64]),
+        (64, [(500, 500), (10, 10)], [54, 10]),
+        (64, [(500, 500), (60, 200), (20, 20)], [32, 12, 20]),
+        (64, [(10, 500), (60, 60), (60, 90)], [10, 54, 0]),
+        (1, [(5, 5), (3, 3)], [1, 0]),
+        (0, [(5, 5)], [0]),
+    ],
+)
+def test_shares_of_a_step(block: int, needs: list[tuple[int, int]], shares: list[int]) -> None:
+    """Half for who came first, and then the shortest; nothing is left while somebody needs it."""
+    assert row_loop._shares(block, needs) == shares
+
+
+def test_short_prompts_pass_a_long_one(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_loop.Pace, "block", lambda *_: 32)
+    engine = make_engine()
+    long, short = random_ids(800, 1), random_ids(40, 2)
+    wanted = [expected(engine, prompt, 4) for prompt in (long, short)]
+    loop = engine.running_batch(max_rows=4, prompt_tokens=2_000)
+    first, second = Heard(), Heard()
+    loop.join(engine.read_request(long, 4), first)
+    loop.step()
+    loop.join(engine.read_request(short, 4), second)
+    for _ in range(8):
+        loop.step()
+    assert second.result is not None
+    assert first.tokens == []
+    assert _seen(loop) > 32 + 8 * 16 - 1, "the long one went on all the while"
+    while loop.rows:
+        loop.step()
+    assert [first.tokens, second.tokens] == wanted
+
+
+def _seen(loop: RowLoop) -> int:
+    """Tokens of the first row's prompt that are through."""
+    return row_loop._filled(loop.rows[0])
 
 
 def test_long_answers_move_on(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

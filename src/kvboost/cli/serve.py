@@ -59,7 +59,7 @@ def size(value: Any) -> int:
     "--batching/--no-batching", default=True, show_default=True, help="Many requests at once, or one by one."
 )
 @click.option(
-    "--max-rows", type=click.IntRange(1), help="Requests in the running batch.  [default: 16, GPU: 64]"
+    "--max-rows", type=click.IntRange(1), help="Requests in the running batch.  [default: 32, GPU: 64]"
 )
 @click.option(
     "--batch-tokens",
