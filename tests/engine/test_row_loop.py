@@ -386,8 +386,8 @@ def test_long_prompts_go_in_blocks() -> None:
     pace.took(0.1, 3, 0)
     pace.took(1.0, 0, 250)
     assert pace.block(0, 1) == 256
-    assert pace.block(3, 1) + 3 == 48  # (3 - 1) x 0.1 s at 4 ms per token, and few sizes of steps
-    assert pace.block(3, 4) + 3 == 64  # more wait for their first token
+    assert pace.block(3, 1) + 3 == 128  # (6 - 1) x 0.1 s at 4 ms per token, and few sizes of steps
+    assert pace.block(3, 5) + 3 == 192  # more wait for their first token
     assert pace.block(4, 30) + 4 == 256
     for _ in range(60):
         pace.took(1.1, 3, 10)  # attention grows with the text
