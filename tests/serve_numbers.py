@@ -1,6 +1,6 @@
 """The tables of docs/performance.md on servers under load, made from the result file.
 
-`python -m tests.serve_numbers` prints them; a test compares them with the document.
+`python -m tests.serve_numbers` prints them; a test compares them with the documents.
 """
 
 from __future__ import annotations
@@ -36,9 +36,22 @@ def long_prompt_table() -> str:
     return "\n".join(lines)
 
 
+def readme_line() -> str:
+    servers = record("serve-cpu")["servers"]
+    ours = servers["kvboost"]["tokens_per_s"]
+    alone, paged, plain = (
+        f"{ours / servers[name]['tokens_per_s']:.1f} x"
+        for name in ("no_batching", "transformers_cb", "transformers")
+    )
+    return (
+        f"Under load it gives {alone} as many tokens per second as one by one, {paged} and {plain} as many as "
+        "`transformers serve` with and without continuous batching ([measured](docs/performance.md#a-server-under-load))."
+    )
+
+
 PARTS = (servers_table, long_prompt_table)
 
 if __name__ == "__main__":
-    for part in PARTS:
+    for part in (*PARTS, readme_line):
         print(f"--- {part.__name__}\n{part()}")  # noqa: T201
     print(machine("serve-cpu"))  # noqa: T201

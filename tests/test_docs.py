@@ -97,6 +97,7 @@ def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
     for part in serve_numbers.PARTS:
         assert part() in document, part.__name__
     assert reuse_numbers.machine("serve-cpu") in document
+    assert serve_numbers.readme_line() in README
 
 
 @pytest.mark.parametrize(
