@@ -44,8 +44,9 @@ def readme_line() -> str:
         for name in ("no_batching", "transformers_cb", "transformers")
     )
     return (
-        f"Under load it gives {alone} as many tokens per second as one by one, {paged} and {plain} as many as "
-        "`transformers serve` with and without continuous batching ([measured](docs/performance.md#a-server-under-load))."
+        f"Under load it gives {alone} as many tokens per second as one by one, {paged} and {plain} as many "
+        "as `transformers serve` with and without continuous batching "
+        "([measured](docs/performance.md#a-server-under-load))."
     )
 
 
