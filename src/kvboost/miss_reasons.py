@@ -112,6 +112,11 @@ def _known_elsewhere(
     )
 
 
+def without_tokens(reason: str) -> str:
+    """The reason without what is stored: `diverged at token 7: expected ...` is `diverged at token 7`."""
+    return reason.partition(": expected")[0]
+
+
 def reason_kind(reason: str) -> str:
     """The reason without its particulars: `diverged at token 7: ...` is `diverged`."""
     return reason.split(":")[0].split(" at token ")[0]

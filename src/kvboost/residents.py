@@ -9,6 +9,8 @@ slots and tokens, neither models nor stores.
 from __future__ import annotations
 
 import bisect
+import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ import numpy as np
 from kvboost.batch import MIN_SHARED_TOKENS
 from kvboost.rows import Segment
 
+_MOST_RANGES = 4  # that new text is spread over, if it can be helped: each is a call of attention per layer
+
 
 class SlotPool:
     """Free slots of an arena, `[start, end)`, as ranges."""
@@ -24,6 +28,10 @@ class SlotPool:
     def __init__(self, start: int, end: int) -> None:
         self._ranges = [(start, end)] if end > start else []
         self.free = end - start
+
+    def has_room(self, count: int, most_ranges: int) -> bool:
+        """Whether `count` slots are free in at most so many ranges."""
+        return sum(heapq.nlargest(most_ranges, (end - start for start, end in self._ranges))) >= count
 
     def take(self, count: int) -> list[tuple[int, int]]:
         """Ranges of `count` slots in all: one if there is one, otherwise the largest first."""
@@ -68,6 +76,7 @@ class Node:
         self.segment = segment
         self.parent = parent
         self.children: list[Node] = []
+        self.namespace_key = ""  # of a root
         self.users = 0  # requests whose path goes through it
         self.last_used = 0
 
@@ -118,7 +127,7 @@ class Residents:
 
     def find(self, namespace_key: str, tokens: np.ndarray) -> Found:
         """How far the tree goes along with `tokens` `[n]`. Changes nothing."""
-        node = self._roots.get(namespace_key) or _root()
+        node = self._roots.get(namespace_key) or _root(namespace_key)
         at = 0
         while at < len(tokens):
             best, common = None, 0
@@ -157,9 +166,7 @@ class Residents:
         """
         found = self.find(namespace_key, tokens)
         node = found.node
-        if node.parent is None:
-            node = self._roots.setdefault(namespace_key, node)
-        elif found.common < len(node.tokens):
+        if node.parent is not None and found.common < len(node.tokens):
             node = self._split(node, found.common)
         for each in node.path:
             each.users += 1  # so that it is not taken to make room
@@ -169,6 +176,8 @@ class Residents:
             for each in node.path:
                 each.users -= 1
             raise
+        if node.parent is None and ranges:
+            self._roots[namespace_key] = node  # whose last text may just have gone to make room
         at = found.at
         for start, end in ranges:
             segment = Segment(start, end - start, tuple(each.segment for each in node.path))
@@ -203,26 +212,41 @@ class Residents:
         return before
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Free slots, in ranges, made free where that is needed."""
-        while self.pool.free < count:
-            idle = [
-                node
-                for root in self._roots.values()
-                for node in root.subtree()
-                if node.parent is not None and not node.users and not node.children
-            ]
-            if not idle:
-                raise ValueError(f"{count} slots are wanted, {self.pool.free} are free")
-            self._remove(min(idle, key=lambda node: node.last_used))
+        """Free slots, in few ranges, made free where that is needed."""
+        if not self.pool.has_room(count, _MOST_RANGES):
+            self._make_room(count)
         return self.pool.take(count)
+
+    def _make_room(self, count: int) -> None:
+        """Throw out what nobody uses, the oldest first, until `count` slots are free in few ranges.
+
+        Where all of it does not suffice for few ranges, many will do: they cost time in every step.
+        """
+        order = itertools.count()
+        idle = [
+            (node.last_used, next(order), node)
+            for root in self._roots.values()
+            for node in root.subtree()
+            if _can_go(node)
+        ]
+        heapq.heapify(idle)
+        while idle and not self.pool.has_room(count, _MOST_RANGES):
+            node = heapq.heappop(idle)[2]
+            self._remove(node)
+            parent = node.parent
+            assert parent is not None
+            if _can_go(parent):
+                heapq.heappush(idle, (parent.last_used, next(order), parent))
+        if self.pool.free < count:
+            raise ValueError(f"{count} slots are wanted, {self.pool.free} are free")
 
     def clear(self) -> None:
         """Forget everything: what is in use goes on being used, and is found by nobody else."""
-        for root in self._roots.values():
+        roots, self._roots = self._roots, {}
+        for root in roots.values():
             for node in [*root.subtree()][::-1]:
                 if node.parent is not None and not node.users:
                     self._remove(node)
-        self._roots = {}
 
     @property
     def tokens(self) -> int:
@@ -261,17 +285,24 @@ class Residents:
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
-        node.parent.children.remove(node)
+        parent = node.parent
+        parent.children.remove(node)
+        if parent.parent is None and not parent.children and self._is_known(parent):
+            del self._roots[parent.namespace_key]
         self.pool.give(node.segment.start, node.segment.start + node.segment.capacity)
 
     def _forget_if_cleared(self, path: list[Node]) -> bool:
         """Free what nobody uses of a path that was cleared away meanwhile; False where it was not."""
-        if not path or any(path[0].parent is root for root in self._roots.values()):
+        if not path or self._is_known(path[0].parent):
             return False
         for node in path[::-1]:
             if not node.users:
                 self._remove(node)
         return True
+
+    def _is_known(self, root: Node | None) -> bool:
+        """Whether a root is one of those in which text is found."""
+        return root is not None and self._roots.get(root.namespace_key) is root
 
     def _touch(self, node: Node) -> None:
         self._clock += 1
@@ -279,8 +310,14 @@ class Residents:
             each.last_used = self._clock
 
 
-def _root() -> Node:
-    return Node(np.zeros(0, dtype=np.int64), Segment(0, 0), None)
+def _root(namespace_key: str) -> Node:
+    root = Node(np.zeros(0, dtype=np.int64), Segment(0, 0), None)
+    root.namespace_key = namespace_key
+    return root
+
+
+def _can_go(node: Node) -> bool:
+    return node.parent is not None and not node.users and not node.children
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

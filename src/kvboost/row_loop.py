@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from kvboost.row_decode import DecodingRow
 from kvboost.rows import Extension, Segment, extend
 
 SHARED_REASON = "in use by another request"
+LEFT_REASON = "another request was to compute it, and left"
 LANE_TOKENS = 256  # of an answer; a longer one is moved on, so that lanes stay equal
 _PULLED_SHARE = 2  # of a lane: the end of a prompt up to this long is taken into it
 _ALONE_BLOCK = {False: 256, True: 2048}  # prompt tokens per step while nobody waits for a next token
@@ -43,6 +44,7 @@ _LEAST_BLOCK = 16
 # How many times as long a step may take for the prompt tokens that go along with it: the first, and up to the
 # second where those who wait for their first token outnumber those who wait for their next.
 _SLOWDOWN = (6.0, 12.0)
+_MEASURE_EVERY = 32  # steps with prompt tokens; then one without, to see how long that takes
 _ROUND = ((64, 64), (16, 8))  # above so many tokens in a step, multiples of this: few shapes, few kernels
 _MEMORY = 0.8  # how much of what was measured before counts in the running means
 Planned = Callable[[Request], AbstractContextManager[ReusePlan]]
@@ -73,7 +75,8 @@ class Row:
         self.moved_on: list[Segment] = []  # full lanes of its answer
         self.reserved = 0  # slots that its answer may still need
         self.plan: ReusePlan
-        self.in_place = 0
+        self.in_place = 0  # tokens that lay or were being computed in the arena before it came
+        self.computed_from = len(request.token_ids)  # the first position that went through the model for it
         self.decoding: DecodingRow
         self.stored = 0  # of its prompt
         self.started = False  # its last prompt token went through
@@ -89,6 +92,11 @@ class Row:
         return next((node for node in self.node.path if not node.is_filled), None)
 
     @property
+    def own_nodes(self) -> list[Node]:
+        """Nodes of its prompt that were made for it."""
+        return [node for node in self.node.path if node.segment.position >= self.in_place]
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """All before its lane."""
         return (*(node.segment for node in self.node.path), *self.moved_on)
@@ -97,13 +105,19 @@ class Row:
     def spans(self) -> tuple[Span, ...]:
         """The origin of every prompt token. What lay in the arena before was computed for others."""
         plan = self.plan
-        if self.in_place <= plan.prefix_end:
+        if self.in_place <= plan.prefix_end <= self.computed_from:
             return plan.spans()
-        cached = [span for span in plan.spans() if span.origin is not Origin.LIVE]
-        shared = Span(plan.prefix_end, self.in_place, Origin.EXACT, SHARED_REASON)
-        if self.in_place == plan.total:
-            return (*cached, shared)
-        return (*cached, shared, Span(self.in_place, plan.total, Origin.LIVE, plan.reason))
+        end = min(max(plan.prefix_end, self.in_place), self.computed_from)
+        spans = [
+            replace(span, end=min(span.end, end))
+            for span in plan.spans()
+            if span.origin is not Origin.LIVE and span.start < end
+        ]
+        if plan.prefix_end < end:
+            spans.append(Span(plan.prefix_end, end, Origin.EXACT, SHARED_REASON))
+        if end < plan.total:
+            spans.append(Span(end, plan.total, Origin.LIVE, plan.reason or LEFT_REASON))
+        return tuple(spans)
 
 
 @dataclass
@@ -124,20 +138,27 @@ class Pace:
     def __init__(self, on_gpu: bool) -> None:
         self._most = _ALONE_BLOCK[on_gpu]
         self._step_s = 0.0
+        self._since_alone = 0  # steps with both tokens and prompt tokens in a row
         self.token_s = 0.0  # of a prompt token, as measured
 
     def block(self, decoding: int, waiting: int) -> int:
         """Prompt tokens for the next step: `decoding` rows get a token in it, `waiting` have none yet."""
+        if decoding and self._since_alone >= _MEASURE_EVERY:
+            return 0  # how long a step takes by itself may have changed
         allowed = float(self._most)
         if decoding and self.token_s and self._step_s:
             slowdown = min(_SLOWDOWN[1], _SLOWDOWN[0] * max(1.0, waiting / decoding))
             allowed = min(allowed, max(_LEAST_BLOCK, (slowdown - 1) * self._step_s / self.token_s))
-        return _rounded(int(allowed) + decoding) - decoding
+        least = min(_LEAST_BLOCK, int(allowed))
+        return max(least, _rounded(int(allowed) + decoding) - decoding)
 
     def took(self, seconds: float, decoding: int, prompt_tokens: int) -> None:
         """A step of so many tokens took `seconds`."""
+        self._since_alone += 1 if prompt_tokens and decoding else 0
         if not prompt_tokens:
-            self._step_s = _mean(self._step_s, seconds)
+            is_old = self._since_alone >= _MEASURE_EVERY
+            self._step_s = seconds if is_old else _mean(self._step_s, seconds)
+            self._since_alone = 0
         elif not decoding:
             self.token_s = _mean(self.token_s, seconds / prompt_tokens)
         elif self._step_s:
@@ -237,6 +258,8 @@ class RowLoop:
         try:
             row.plan = self._place(row)
         except BaseException:
+            for node in row.own_nodes:
+                node.segment.length = 0  # what was to be placed may not be there
             self.residents.leave(row.node)
             raise
         row.stored = min(row.plan.prefix_end, row.limit)
@@ -252,7 +275,7 @@ class RowLoop:
 
     def _place(self, row: Row) -> ReusePlan:
         """Copy what is stored of a row's prompt into the nodes that are its own."""
-        own = [node for node in row.node.path if node.segment.position >= row.in_place]
+        own = row.own_nodes
 
         def parts(plans: list[ReusePlan]) -> list[PrefixPart]:
             found = []
@@ -315,7 +338,7 @@ class RowLoop:
             waiting.values(), _shares(block, [_unfilled(*each) for each in waiting.values()]), strict=True
         ):
             if count:
-                row.in_place = min(row.in_place, node.segment.end)  # whoever was to compute it has left
+                row.computed_from = min(row.computed_from, node.segment.end)
                 start = node.segment.length
                 fills[id(node)] = Extension(node.segment, node.tokens[start : start + count], 0)
         return fills
@@ -480,9 +503,9 @@ class RowLoop:
         self._rows, self._order = [], []
         lanes = self.max_rows * LANE_TOKENS
         self.residents = Residents(SlotPool(lanes, lanes + self._prompt_tokens))
-        self._arena.clear(0, lanes)
         for row in rows:
             row.listener.failed(error)
+        self._arena.clear(0, lanes)  # last, since it may fail too: the device may be gone
 
     def clear(self) -> None:
         """Forget the text that lies in the arena; requests in the loop are not disturbed."""

@@ -14,7 +14,7 @@ from kvboost import GenerationMode, GenerationResult, KVBoost, row_attention, ro
 from kvboost.errors import InvalidRequestError
 from kvboost.models import Origin
 from kvboost.requests import Request
-from kvboost.residents import Residents, SlotPool
+from kvboost.residents import Node, Residents, SlotPool
 from kvboost.row_loop import RowLoop
 from tests.tiny_models import ARCHITECTURES, random_ids
 
@@ -389,9 +389,93 @@ def test_long_prompts_go_in_blocks() -> None:
     assert pace.block(3, 1) + 3 == 128  # (6 - 1) x 0.1 s at 4 ms per token, and few sizes of steps
     assert pace.block(3, 5) + 3 == 192  # more wait for their first token
     assert pace.block(4, 30) + 4 == 256
-    for _ in range(60):
+    for _ in range(31):
         pace.took(1.1, 3, 10)  # attention grows with the text
-    assert pace.block(3, 1) == 13
+    assert pace.block(3, 1) == 16
+    pace.took(1.1, 3, 10)
+    assert pace.block(3, 1) == 0  # a step by itself is timed again
+    pace.took(0.5, 3, 0)
+    assert pace.block(3, 1) > 16
+
+
+def test_a_failed_placement_leaves_nothing_behind(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that another tenant used, text that could not be copied into them: nobody may read it there."""
+    engine = make_engine()
+    prompt, later = random_ids(200, 1), random_ids(150, 1) + random_ids(60, 9)
+    wanted = [expected(engine, each, 8) for each in (prompt, later)]
+    engine.generate(prompt, 8)
+    loop = engine.running_batch(max_rows=4, prompt_tokens=600)
+    run(loop, [(0, engine.read_request(random_ids(500, 5), 4, cache_salt="other"))])
+    loop.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._placer._assembler, "place_parts", _out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loop.join(engine.read_request(prompt, 8), Heard())
+    assert loop.residents.tokens == 0
+    check_slots(loop)
+    assert [one.tokens for one in run(loop, [(0, engine.read_request(prompt, 8))])] == wanted[:1]
+    engine.clear()
+    assert [one.tokens for one in run(loop, [(0, engine.read_request(later, 8))])] == wanted[1:]
+    assert engine.generate(later, 8).token_ids == wanted[1], "nothing wrong was stored"
+
+
+def _out_of_memory(*_: Any, **__: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_everyone_hears_of_a_device_that_is_gone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After such an error nothing works any more, not even clearing the arena."""
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=2, prompt_tokens=300)
+    one = Heard()
+    loop.join(engine.read_request(random_ids(20, 1), 4), one)
+    monkeypatch.setattr(row_loop, "extend", _out_of_memory)
+    monkeypatch.setattr(loop._arena, "clear", _out_of_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.step()
+    assert str(one.error) == "out of memory"
+
+
+def test_text_whose_computing_request_left_is_not_called_cached(make_engine: MakeEngine) -> None:
+    """B waits for what A computes; the store gets it from elsewhere; A leaves: B computes it, and says so."""
+    engine = make_engine()
+    shared = random_ids(200, 1)
+    loop = engine.running_batch(max_rows=2, prompt_tokens=800)
+    first, second = Heard(), Heard()
+    going = loop.join(engine.read_request(shared + random_ids(10, 2), 4), first)
+    engine.warm(shared)
+    loop.join(engine.read_request(shared + random_ids(12, 3), 4), second)
+    loop.leave(going)
+    while loop.rows:
+        loop.step()
+    result = second.result
+    assert result is not None
+    assert result.cached_tokens == 0
+    assert [(span.start, span.end, span.origin) for span in result.spans] == [(0, 212, Origin.LIVE)]
+    assert result.token_ids == expected(engine, shared + random_ids(12, 3), 4)
+
+
+def test_prompts_go_on_however_many_decode() -> None:
+    """Rounding leaves some prompt tokens to every step, and now and then a step is timed without any."""
+    pace = row_loop.Pace(on_gpu=False)
+    pace.took(0.1, 1, 0)
+    pace.took(1.0, 0, 40)
+    for decoding in range(1, 200):
+        assert pace.block(decoding, 1) >= 16
+    slow = row_loop.Pace(on_gpu=False)
+    slow.took(0.01, 1, 0)  # one short row
+    slow.took(0.5, 0, 250)
+    blocks = []
+    for _ in range(200):
+        block = slow.block(31, 1)
+        blocks.append(block)
+        slow.took(0.2 + 0.002 * block, 31, block)  # in truth 31 long rows take 200 ms
+    assert blocks.count(0) >= 4
+    assert max(blocks[150:]) == 225, "6 x 0.2 s allow 500 tokens; 256 is the most"
 
 
 class TestSlots:
@@ -421,3 +505,57 @@ class TestSlots:
         residents.take(30)
         found = [residents.find("a", np.array(random_ids(30, seed))).at for seed in (1, 2, 3)]
         assert found == [30, 0, 30]
+
+    def test_namespaces_without_text_are_forgotten(self) -> None:
+        """Clients choose salts: a thousand of them leave nothing behind but the text that fits."""
+        residents = Residents(SlotPool(0, 400))
+        for number in range(1_000):
+            node, _ = residents.enter(f"salt {number}", np.arange(40))
+            for each in node.path:
+                each.segment.length = each.segment.capacity
+            residents.leave(node)
+            assert len(residents._roots) <= 10
+        assert residents.tokens == 400
+        empty, at = residents.enter("nothing", np.arange(0))
+        assert (len(empty.tokens), at) == (0, 0)
+        residents.leave(empty)
+        assert "nothing" not in residents._roots
+        residents.clear()
+        assert residents.pool._ranges == [(0, 400)]
+
+    def test_the_last_text_of_a_namespace_makes_room_for_its_next(self) -> None:
+        residents = Residents(SlotPool(0, 50))
+        for seed in (0, 100, 200):
+            node, _ = residents.enter("a", np.arange(40) + seed)
+            for each in node.path:
+                each.segment.length = each.segment.capacity
+            residents.leave(node)
+            assert residents.find("a", np.arange(40) + seed).at == 40
+
+    def test_new_text_lies_in_few_pieces(self) -> None:
+        """Prompts of all lengths come and go for long, and paths do not fall to pieces."""
+        draw = random.Random(1)
+        make = np.random.default_rng(1)
+        residents = Residents(SlotPool(0, 8_000))
+        texts = [make.integers(0, 9_999, draw.randint(100, 400)) for _ in range(10)]
+        living: list[Node] = []
+        pieces = []
+        for number in range(1_500):
+            tokens = make.integers(0, 9_999, draw.randint(5, 400))
+            if draw.random() < 0.6:
+                tokens = np.concatenate([draw.choice(texts), tokens[:100]])
+            while len(living) >= 8 or (living and _lacks_room(residents, tokens)):
+                residents.leave(living.pop(draw.randrange(len(living))))
+            node, _ = residents.enter("a", tokens)
+            for each in node.path:
+                each.segment.length = each.segment.capacity
+            living.append(node)
+            if number > 1_000:
+                pieces.append(len(node.path))
+        assert np.mean(pieces) < 6, "26 without"
+        assert max(pieces) <= 12
+
+
+def _lacks_room(residents: Residents, tokens: np.ndarray) -> bool:
+    needed, there = residents.room_for("a", tokens, 0)
+    return needed > there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,8 +13,11 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.server.schemas import UNSUPPORTED
-from tests.server.running import HELLO, Running, running
+from tests.server.running import HELLO, MODEL, Running, running
 from tests.tiny_models import tiny_model, tiny_tokenizer
+
+MakeEngine = Callable[..., KVBoost]
+Serve = Callable[..., Running]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -267,6 +270,24 @@ def test_bad_prompts_for_the_cache(server: Running, body: dict[str, Any], param:
 
 def test_a_prompt_that_is_too_long_to_warm(server: Running) -> None:
     error_of(server.client.post("/v1/cache/warm", json={"prompt": [7] * 2000}), 400)
+
+
+def test_a_prompt_that_the_batch_has_no_room_for(make_engine: MakeEngine, serve: Serve) -> None:
+    server = serve(make_engine(), batch_tokens=100)
+    for body in ({"prompt": [7] * 200}, {"messages": [{"role": "user", "content": "word " * 200}]}):
+        (field,) = body
+        for route, more in (
+            ("/v1/cache/warm", {}),
+            ("/v1/completions" if field == "prompt" else "/v1/chat/completions", {"model": MODEL}),
+        ):
+            told = error_of(server.client.post(route, json={**body, **more}), 400)
+            assert (told["param"], told["code"]) == (field, "context_length_exceeded"), route
+
+
+def test_a_field_of_the_other_route_is_unknown(server: Running) -> None:
+    body = {"model": MODEL, "messages": HELLO, "prompt": "a text"}
+    told = error_of(server.client.post("/v1/chat/completions", json=body), 400)
+    assert (told["param"], told["code"]) == ("prompt", "unknown_parameter")
 
 
 # --- size ------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_stats(make_engine: MakeEngine, serve: Serve) -> None:
     assert (stats["model"], stats["mode"]) == ("name", "prefix_cache")
     assert stats["uptime_s"] > 0
     assert stats["worker"]["answered"] == 3
-    assert stats["batch"]["max_rows"] == 16
+    assert stats["batch"]["max_rows"] == 32
     assert stats["batch"]["rows"] == 0
     assert stats["batch"]["decoded_tokens"] == 12
     assert stats["batch"]["resident_tokens"] > 0
@@ -172,7 +172,8 @@ def test_a_worker_that_has_ended(make_engine: MakeEngine, serve: Serve) -> None:
     server.service.worker.close(1)
     response = server.client.get("/ready")
     assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_ended")
-    assert server.client.post("/v1/cache/clear").status_code == 503
+    for route in ("warm", "pin", "unpin", "clear"):
+        assert server.client.post(f"/v1/cache/{route}", json={"prompt": "hi"}).status_code == 503
 
 
 def test_files_of_the_page(make_engine: MakeEngine, serve: Serve) -> None:
@@ -194,7 +195,7 @@ def test_pages_from_elsewhere_may_not_call_unless_told(make_engine: MakeEngine, 
     asked = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     closed = serve(make_engine())
     response = closed.client.options("/v1/chat/completions", headers=asked)
-    assert response.status_code == 405
+    assert response.status_code == 403
     assert not [name for name in response.headers if name.startswith("access-control")]
     answer = closed.client.get("/health", headers={"Origin": "https://example.org"})
     assert "access-control-allow-origin" not in answer.headers
@@ -203,5 +204,5 @@ def test_pages_from_elsewhere_may_not_call_unless_told(make_engine: MakeEngine, 
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "https://example.org"
     other = told.client.options("/v1/chat/completions", headers={**asked, "Origin": "https://evil.example"})
-    assert other.status_code == 400
+    assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers

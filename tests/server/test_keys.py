@@ -95,7 +95,8 @@ def test_with_an_admin_key_what_concerns_all_needs_it(make_engine: MakeEngine, s
 def test_an_admin_key_alone(make_engine: MakeEngine, serve: Serve) -> None:
     server = serve(make_engine(), admin_key=ApiKey("root"))
     for method, route in USUAL:
-        assert [status(server, method, route, key) for key in (None, "root", "x")] == [200, 200, 401]
+        given = (None, "root", "none")  # many clients always send something
+        assert [status(server, method, route, key) for key in given] == [200, 200, 200]
     for method, route in [*SHARED, CLEAR]:
         assert [status(server, method, route, key) for key in (None, "root", "x")] == [401, 200, 401]
 
@@ -255,6 +256,71 @@ def test_the_admin_may_act_for_a_key(make_engine: MakeEngine, serve: Serve) -> N
     assert post("unpin", "root", key_salt="a").json()["tokens"] > 0
     refused = post("explain", "ann", key_salt="b")
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "key_salt")
+
+
+SECRET = "the password of the safe is hunter2 and the number is 994417 in the end"
+
+
+def near_miss(server: Running, key: str | None, **fields: Any) -> list[str]:
+    """What `key` is told of a prompt that begins as the secret does: by explain, and by an answer."""
+    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    prompt = SECRET[:40] + "?" * 20
+    found = server.client.post("/v1/cache/explain", json={"prompt": prompt, **fields}, headers=headers).json()
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "cache_salt": fields.get("cache_salt")}
+    answer = server.client.post("/v1/completions", json=body, headers=headers).json()
+    return [found["spans"][-1]["reason"], answer["kvboost"]["spans"][-1]["reason"]]
+
+
+def written_by(server: Running, key: str | None) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    body = {"model": MODEL, "prompt": SECRET, "max_tokens": 1}
+    assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+    server.settle()
+
+
+@pytest.mark.parametrize(
+    ("settings", "writer", "reader", "told"),
+    [
+        ({}, None, None, True),
+        ({"admin_key": ApiKey("root")}, None, None, False),
+        ({"admin_key": ApiKey("root")}, None, "root", True),
+        ({"api_keys": (ApiKey("ann"),)}, "ann", "ann", True),
+        ({"api_keys": (ApiKey("ann"),), "admin_key": ApiKey("root")}, "root", "ann", False),
+        ({"api_keys": (ApiKey("ann"), ApiKey("bob"))}, "ann", "bob", False),
+        ({"api_keys": (ApiKey("ann", "a"), ApiKey("bob", "a"))}, "ann", "bob", False),
+        ({"api_keys": (ApiKey("ann", "a"), ApiKey("bob", "b"))}, "ann", "ann", True),
+    ],
+)
+def test_nobody_reads_what_others_wrote_out_of_reasons(
+    make_engine: MakeEngine,
+    serve: Serve,
+    settings: dict[str, Any],
+    writer: str | None,
+    reader: str | None,
+    told: bool,
+) -> None:
+    """Where a prompt leaves a stored text, the reason may name the token that stands there."""
+    server = serve(make_engine(), **settings)
+    written_by(server, writer)
+    for reason in near_miss(server, reader):
+        assert reason.startswith("diverged at token ")
+        assert (": expected " in reason) == told
+
+
+def test_texts_of_chunks_are_told_to_whom_all_belong(make_engine: MakeEngine, serve: Serve) -> None:
+    def texts(key: str | None, **settings: Any) -> bool:
+        server = serve(make_engine(), log_prompts=True, **settings)
+        written_by(server, key)
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        chunks = server.client.get("/v1/cache/stats?chunks=5", headers=headers).json()["chunks"]
+        assert chunks
+        return all("text" in chunk for chunk in chunks)
+
+    assert texts(None)
+    assert texts("ann", api_keys=(ApiKey("ann"),))
+    assert texts("root", api_keys=(ApiKey("ann", "a"),), admin_key=ApiKey("root"))
+    assert not texts("ann", api_keys=(ApiKey("ann", "a"), ApiKey("bob", "b")))
+    assert not texts("ann", api_keys=(ApiKey("ann"), ApiKey("bob")))
 
 
 def test_text_cached_under_the_engines_salt_is_found(make_engine: MakeEngine, serve: Serve) -> None:

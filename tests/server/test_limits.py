@@ -13,8 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from kvboost import KVBoost
+from kvboost.errors import KVBoostError
+from kvboost.server.schemas import ChatRequest
 from tests.server.running import HELLO, Running, events_of, wait_for
 from tests.tiny_models import random_ids
 
@@ -194,7 +197,9 @@ def _failing(*_arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("batching", [True, False])
-def test_a_model_that_fails_in_the_middle(make_slow_engine: MakeEngine, serve: Serve, batching: bool) -> None:
+def test_a_model_that_fails_in_the_middle(
+    make_slow_engine: MakeEngine, serve: Serve, batching: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = make_slow_engine(0.01)
     server = serve(engine, batching=batching)
     with server.client.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as response:
@@ -204,6 +209,40 @@ def test_a_model_that_fails_in_the_middle(make_slow_engine: MakeEngine, serve: S
         *_, last = [line for line in lines if line]
     told = json.loads(last.removeprefix("data: "))["error"]
     assert (told["code"], "secret" in last) == ("internal_error", False)
+    assert "a request failed" in caplog.text
+    assert "ArithmeticError" in caplog.text
+
+
+def test_a_failure_of_the_librarys_own_is_in_the_log(
+    make_engine: MakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(make_engine())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KVBoostError("the index is broken")
+
+    monkeypatch.setattr(server.service.engine, "explain", fail)
+    assert server.client.post("/v1/cache/explain", json={"prompt": "hi"}).status_code == 500
+    assert "the index is broken" in caplog.text
+
+
+def test_many_unknown_fields_hold_nobody_up(make_engine: MakeEngine, serve: Serve) -> None:
+    """Only the first is looked at: the message names one, and a body can have hundreds of thousands."""
+    server = serve(make_engine())
+    body = {**LONG, "first": 1, **{f"field{number}": 1 for number in range(200_000)}}
+    response = server.client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "first")
+    in_a_message = {**LONG, "messages": [{**HELLO[0], "first": 1, "second": 2}]}
+    told = server.client.post("/v1/chat/completions", json=in_a_message).json()["error"]
+    assert told["param"] == "messages[0].first"
+    errors = _errors_of({**LONG, **{f"field{number}": 1 for number in range(1_000)}})
+    assert len(errors) == 1
+
+
+def _errors_of(body: dict[str, Any]) -> list[Any]:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate(body)
+    return list(caught.value.errors())
 
 
 def test_a_bug_of_the_server_is_a_500(

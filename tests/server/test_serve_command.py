@@ -155,7 +155,7 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     flags = "--port 0 --mode baseline --no-batching --max-rows 3 --batch-tokens 999 --max-waiting 7 "
     flags += "--timeout 1.5 --shutdown-timeout 2 --max-request-bytes 1MB --default-max-tokens 9 "
     flags += "--cors https://a.example --cors https://b.example --log-prompts --max-chunks 4 "
-    flags += "--api-key a:b --api-key c --admin-key d"
+    flags += "--allowed-host kv.example --api-key a:b --api-key c --admin-key d"
     outcome = serve(str(tmp_path / "folder"), *flags.split())
     assert isinstance(outcome.exception, StopError)
     assert seen == {
@@ -172,6 +172,7 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "shutdown_timeout_s": 2.0,
         "max_request_bytes": 1_000_000,
         "cors_origins": ("https://a.example", "https://b.example"),
+        "allowed_hosts": ("kv.example",),
         "log_prompts": True,
         "default_max_tokens": 9,
         "engine": {"max_chunks": 4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -289,6 +290,102 @@ def test_shutting_down_outlives_a_failure(
     asyncio.run(main())
     assert not worker.is_alive
     assert caplog.text.count("was not stored") == 2
+
+
+def test_an_answer_that_is_enough_counts_as_answered(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    async def body(worker: Worker) -> None:
+        for mode in ("prefix_cache", "baseline"):  # in the batch, and alone
+            ticket = worker.submit(engine.read_request(random_ids(20, 1), 300, mode, min_new_tokens=300))
+            tokens = 0
+            async for _ in ticket:
+                tokens += 1
+                if tokens == 3:
+                    ticket.end()
+            await until(lambda: worker.stats.running == 0)
+        assert (worker.stats.answered, worker.stats.cancelled) == (2, 0)
+
+    with_worker(engine, body, max_rows=2, batch_tokens=2_000)
+
+
+def test_a_call_that_nobody_waits_for_any_more(make_engine: MakeEngine) -> None:
+    """Its future was cancelled: it is not run, and the worker lives."""
+    engine = make_engine()
+    ran: list[int] = []
+
+    async def body(worker: Worker) -> None:
+        holding, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            holding.set()
+            go_on.wait(10)
+
+        first = worker.call(hold)
+        await asyncio.to_thread(holding.wait, 10)
+        cancelled = worker.call(lambda: ran.append(1))
+        assert cancelled.cancel()
+        last = worker.call(lambda: ran.append(2))
+        go_on.set()
+        await asyncio.wrap_future(first)
+        await asyncio.wrap_future(last)
+        assert worker.is_alive
+
+    with_worker(engine, body, max_rows=2, batch_tokens=500)
+    assert ran == [2]
+
+
+def test_a_worker_that_cannot_go_on_tells_everybody(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even failing fails, as on a device that is gone: who runs, waits or comes later hears of it at once."""
+    engine = make_engine()
+    worker = Worker(engine, max_rows=1, batch_tokens=1_000)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    async def main() -> None:
+        tickets = [worker.submit(engine.read_request(random_ids(20, n), 300)) for n in (1, 2)]
+        assert await anext(aiter(tickets[0])) is not None
+        monkeypatch.setattr(worker.batch, "step", _broken)
+        monkeypatch.setattr(worker.batch, "fail_all", _broken)
+        for ticket in tickets:
+            with pytest.raises((OSError, ShuttingDownError)):
+                await asyncio.wait_for(tokens_of(ticket), 20)
+        await until(lambda: not worker.is_alive)
+        with pytest.raises(ShuttingDownError):
+            worker.submit(engine.read_request(random_ids(20, 3), 4))
+        with pytest.raises(ShuttingDownError):
+            worker.call(lambda: None).result(5)
+
+    asyncio.run(main())
+
+
+def test_nobody_begins_alone_after_the_end(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that run alone and wait when the time is up are told so, not served to their ends."""
+    engine = make_engine()
+    served: list[int] = []
+    serve = engine.serve
+
+    def counting(request: Any) -> Any:
+        served.append(1)
+        return serve(request)
+
+    monkeypatch.setattr(engine, "serve", counting)
+    worker = Worker(engine, max_rows=1, batch_tokens=1_000)
+
+    async def main() -> None:
+        requests = [
+            engine.read_request(random_ids(20, n), 900, "baseline", min_new_tokens=900) for n in range(4)
+        ]
+        tickets = [worker.submit(request) for request in requests]
+        await until(lambda: bool(served))
+        await asyncio.to_thread(worker.close, 0.05)
+        for ticket in tickets:
+            with pytest.raises(ShuttingDownError):
+                await tokens_of(ticket)
+
+    asyncio.run(main())
+    assert len(served) == 1
 
 
 def _broken(*_: Any) -> None:

@@ -100,6 +100,13 @@ def size(value: Any) -> int:
 @click.option(
     "--cors", "cors_origins", multiple=True, metavar="ORIGIN", help="Pages from there may call it too."
 )
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name of this server beside addresses and local names; needed only without keys.  [* = any]",
+)
 @click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
 @engine_options
 def serve(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.server.answers import Usage
 from kvboost.server.connection import CLIENT_GONE, ClientGoneError
-from kvboost.server.errors import as_api_error
+from kvboost.server.errors import ApiError, as_api_error
 from kvboost.server.metrics import Metrics
 
 _access = logging.getLogger("kvboost.server.access")
@@ -72,6 +73,12 @@ class AccessLog:
             if note.status:
                 raise  # the answer has begun, and can only be cut off
             await as_api_error(error).response()(scope, receive, send)
+
+
+def note_failure(told: ApiError, error: Exception) -> None:
+    """Write down why a request failed, where that is the server's fault."""
+    if told.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        _logger.error("a request failed", exc_info=error)
 
 
 def _route_of(scope: Scope) -> str:

@@ -5,6 +5,7 @@ Data only. What is None and was set is sent as null; what was not set is left ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -68,7 +69,8 @@ class Reuse(Answer):
     spans: list[SpanBody]
 
     @classmethod
-    def of(cls, result: GenerationResult) -> Reuse:
+    def of(cls, result: GenerationResult, told: Callable[[str], str]) -> Reuse:
+        """Of a result, with reasons as `told` to the caller."""
         return cls(
             ttft_ms=result.ttft_ms,
             total_ms=result.total_ms,
@@ -76,7 +78,7 @@ class Reuse(Answer):
             cached_tokens=result.cached_tokens,
             recomputed_tokens=result.recomputed_tokens,
             spans=[
-                SpanBody(start=span.start, end=span.end, origin=span.origin, reason=span.reason)
+                SpanBody(start=span.start, end=span.end, origin=span.origin, reason=told(span.reason))
                 for span in result.spans
             ],
         )

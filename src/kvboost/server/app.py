@@ -21,12 +21,13 @@ from kvboost import __version__
 from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
 from kvboost.server import cache_routes, completion_routes, info_routes
-from kvboost.server.access import AccessLog
+from kvboost.server.access import AccessLog, note_failure
 from kvboost.server.answers import ChatChunk
 from kvboost.server.errors import ApiError, as_api_error
 from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest, ErrorBody
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
+from kvboost.server.sites import SiteGuard
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be served; the error names the field."},
@@ -76,6 +77,7 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
+    app.add_middleware(SiteGuard, settings=settings)
     app.add_middleware(AccessLog, metrics=service.metrics)
     app.openapi = lambda: _openapi(app, settings)  # type: ignore[method-assign]
     return app
@@ -86,7 +88,9 @@ async def _told(_request: Request, error: Exception) -> Response:
         first = error.errors()[0]
         name = str(first["loc"][-1])
         return ApiError(400, f"{name}: {first['msg']}", param=name, code="invalid_value").response()
-    return as_api_error(error).response()
+    told = as_api_error(error)
+    note_failure(told, error)
+    return told.response()
 
 
 def _needs_key(path: str, settings: ServerSettings) -> bool:
@@ -105,7 +109,7 @@ def _openapi(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
         schemas = document["components"]["schemas"]
         schemas.update({**sent["$defs"], **own["$defs"]})
         for kind in (ChatRequest, CompletionRequest):
-            schemas[kind.__name__]["properties"]["model"]["enum"] = list(settings.names)
+            schemas[kind.__name__]["properties"]["model"]["enum"] = [settings.model_name]
         for path, operations in document["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)

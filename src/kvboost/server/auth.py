@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
 from dataclasses import dataclass
 
 from kvboost.server.errors import ApiError
@@ -17,11 +18,20 @@ _ASK = {"WWW-Authenticate": "Bearer"}
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request. `name` is for queues and logs and tells nothing of the key."""
+    """Who sent a request. `name` is for queues and logs and tells nothing of the key.
+
+    `is_admin`: it may see and change everything. `is_alone`: what is cached under its salt is its own.
+    """
 
     name: str
     salt: str = ""
     is_admin: bool = False
+    is_alone: bool = False
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether it may be told tokens of the cached text that its prompt comes near to."""
+        return self.is_admin or self.is_alone
 
 
 class Gate:
@@ -30,7 +40,7 @@ class Gate:
     def __init__(self, settings: ServerSettings) -> None:
         self._keys = [(_digest(each.key), number, each) for number, each in enumerate(settings.api_keys, 1)]
         self._admin = _digest(settings.admin_key.key) if settings.admin_key is not None else None
-        self._one_salt = len({each.salt for each in settings.api_keys}) <= 1
+        self._salts = Counter(each.salt for each in settings.api_keys)
 
     def caller(self, given: str | None, address: str) -> Caller:
         """Who uses the key `given`, or nobody in particular where there are no keys."""
@@ -43,8 +53,8 @@ class Gate:
         if is_admin:
             return Caller("admin", is_admin=True)
         if found is not None:
-            return Caller(f"key {found[0]}", found[1].salt)
-        if given is not None and (self._keys or self._admin is not None):
+            return self._of_key(*found)
+        if given is not None and self._keys:
             raise ApiError(401, "this API key is not known here", code="invalid_api_key", headers=_ASK)
         if self._keys:
             raise ApiError(
@@ -54,6 +64,11 @@ class Gate:
                 headers=_ASK,
             )
         return Caller(address, is_admin=self._admin is None)
+
+    def _of_key(self, number: int, key: ApiKey) -> Caller:
+        only = len(self._keys) == 1 and self._admin is None
+        alone = bool(key.salt) and self._salts[key.salt] == 1
+        return Caller(f"key {number}", key.salt, is_admin=only, is_alone=alone)
 
     def check_admin(self, caller: Caller) -> None:
         """For routes that concern everybody: the admin key, or any caller where there is none."""
@@ -66,7 +81,7 @@ class Gate:
     def check_clear(self, caller: Caller) -> None:
         """For clearing everything: nobody may do that to others whose text it may not see."""
         self.check_admin(caller)
-        if self._admin is None and not self._one_salt:
+        if self._admin is None and len(self._salts) > 1:
             raise ApiError(
                 403,
                 "the keys have different salts, so clearing for all needs an admin key: start the server "

@@ -30,7 +30,7 @@ from kvboost.server.connection import unless_gone
 from kvboost.server.dependencies import Admin, AnyCaller, TheNote, TheService
 from kvboost.server.errors import as_api_error
 from kvboost.server.schemas import CacheRequest
-from kvboost.server.service import Service
+from kvboost.server.service import Service, told_reason
 from kvboost.server.worker import Ticket
 
 T = TypeVar("T")
@@ -42,10 +42,10 @@ _PROMPT = described(CacheRequest)
 @router.get("/stats", summary="Numbers of the server and its cache", response_model_exclude_unset=True)
 async def stats(
     service: TheService,
-    _admin: Admin,
+    admin: Admin,
     chunks: Annotated[int, Query(ge=0, le=_MAX_CHUNKS_SHOWN, description="So many chunks, by use.")] = 0,
 ) -> CacheStats:
-    return await to_thread.run_sync(service.stats, chunks)
+    return await to_thread.run_sync(service.stats, chunks, admin.is_admin)
 
 
 @router.post("/warm", summary="Read a prompt once, and keep it", openapi_extra=_PROMPT)
@@ -53,13 +53,12 @@ async def warm(request: Request, service: TheService, caller: AnyCaller, note: T
     service.check_ready()
     started = time.perf_counter()
 
-    def read(body: CacheRequest, salt: str) -> EngineRequest:
-        return service.engine.read_request(body.text, 1, service.settings.mode, cache_salt=salt)
+    def read(body: CacheRequest, salt: str) -> tuple[EngineRequest, str]:
+        found = service.engine.read_request(body.text, 1, service.settings.mode, cache_salt=salt)
+        return found, body.prompt_field
 
-    engine_request = await _with_prompt(request, service, caller, read)
-    ticket = service.worker.submit(
-        engine_request, tenant=caller.name, timeout_s=service.settings.timeout_s, answers=False
-    )
+    engine_request, param = await _with_prompt(request, service, caller, read)
+    ticket = service.submit(engine_request, caller, param=param, answers=False)
     await unless_gone(request.receive, _through(ticket))
     await _everything_stored(service)
     result = ticket.result
@@ -97,7 +96,7 @@ async def explain(request: Request, service: TheService, caller: AnyCaller) -> E
                     start=span.start,
                     end=span.end,
                     origin=span.origin,
-                    reason=span.reason,
+                    reason=told_reason(span.reason, caller),
                     donor=span.donor,
                     text=span.text,
                 )
@@ -113,6 +112,7 @@ async def pin(request: Request, service: TheService, admin: Admin) -> PinBody:
     def change(body: CacheRequest, salt: str) -> PinBody:
         return PinBody(tokens=service.engine.pin(body.text, cache_salt=salt))
 
+    service.check_ready()
     await _everything_stored(service)
     return await _with_prompt(request, service, admin, change)
 
@@ -122,6 +122,7 @@ async def unpin(request: Request, service: TheService, admin: Admin) -> PinBody:
     def change(body: CacheRequest, salt: str) -> PinBody:
         return PinBody(tokens=service.engine.unpin(body.text, cache_salt=salt))
 
+    service.check_ready()
     await _everything_stored(service)
     return await _with_prompt(request, service, admin, change)
 
@@ -129,6 +130,7 @@ async def unpin(request: Request, service: TheService, admin: Admin) -> PinBody:
 @router.post("/clear", summary="Forget all cached text that is not pinned")
 async def clear(service: TheService, caller: AnyCaller) -> ClearBody:
     service.gate.check_clear(caller)
+    service.check_ready()
 
     def forget() -> ClearBody:
         if service.worker.batch is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
-from kvboost.server.access import Note
+from kvboost.server.access import Note, note_failure
 from kvboost.server.answers import Answer, ChatChunk, ChatCompletion, TextCompletion
 from kvboost.server.auth import Caller
 from kvboost.server.bodies import described, parse, read_body
@@ -153,6 +153,7 @@ async def _events(
             raise
         told = as_api_error(error)
         note.error = told.code or type(error).__name__
+        note_failure(told, error)
         yield told.body.model_dump_json().encode()
     if service.settings.log_prompts:
         for index, text in enumerate(texts):

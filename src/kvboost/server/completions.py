@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvboost.errors import InvalidRequestError, KVBoostError
 from kvboost.models import GenerationResult
@@ -20,7 +21,7 @@ from kvboost.server.auth import Caller
 from kvboost.server.errors import ApiError, as_api_error
 from kvboost.server.sampling import LogprobRecorder, TokenScore, generation_options
 from kvboost.server.schemas import AnyPrompt, Generation
-from kvboost.server.service import Service
+from kvboost.server.service import Service, told_reason
 from kvboost.server.text import Detokenizer, StopFinder
 from kvboost.server.worker import RequestTimeoutError, Ticket
 
@@ -132,7 +133,7 @@ class Choice:
             if piece := self._take(token):
                 yield piece
             if self._stops.found:
-                self.ticket.cancel()
+                self.ticket.end()
         if not self._stops.found:
             if self.result.finish_reason == "cancelled":
                 raise KVBoostError("the request was cancelled")
@@ -173,18 +174,12 @@ class Answering:
 
     def __init__(self, service: Service, body: Generation, drafts: list[Draft], caller: Caller) -> None:
         self._service = service
+        self._caller = caller
         self._per_prompt = body.choices
         self.choices: list[Choice] = []
         for index, draft in enumerate(drafts):
             try:
-                ticket = service.worker.submit(
-                    draft.request, tenant=caller.name, timeout_s=service.settings.timeout_s
-                )
-            except InvalidRequestError as error:
-                self.cancel()
-                code = "context_length_exceeded"  # what the running batch has no room for
-                message = f"{body.prompt_field}: {error}"
-                raise ApiError(400, message, param=body.prompt_field, code=code) from error
+                ticket = service.submit(draft.request, caller, param=body.prompt_field)
             except BaseException:
                 self.cancel()
                 raise
@@ -236,7 +231,7 @@ class Answering:
     @property
     def reuse(self) -> Reuse:
         """Of the first choice."""
-        return Reuse.of(self.choices[0].result)
+        return Reuse.of(self.choices[0].result, partial(told_reason, caller=self._caller))
 
     def _count(self) -> None:
         usage = self.usage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -39,10 +40,17 @@ def caller_of(
     given = None if credentials is None else credentials.credentials
     if credentials is None and "authorization" in request.headers:
         given = ""  # something, and no key
-    address = request.client.host if request.client is not None else ""
-    caller = service.gate.caller(given, address)
+    caller = service.gate.caller(given, _address(request))
     note.caller = caller.name
     return caller
+
+
+def _address(request: Request) -> str:
+    """Where the client is. A proxy's header may say anything, so only an address counts."""
+    try:
+        return str(ip_address(request.client.host)) if request.client is not None else ""
+    except ValueError:
+        return "unknown address"
 
 
 AnyCaller = Annotated[Caller, Depends(caller_of)]

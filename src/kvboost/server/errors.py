@@ -100,10 +100,10 @@ def of_validation(error: ValidationError) -> ApiError:
     param = _spelled(path)
     if not path:
         return ApiError(400, f"the body must be a JSON object: {first['msg']}", code="invalid_type")
+    if kind == "extra_forbidden" and path == list(first["loc"]):
+        return _unknown_field(param, str(path[-1]))
     if path != list(first["loc"]) or (path[-1] in _IN_WORDS and kind != "missing"):
         return ApiError(400, f"{param} {_IN_WORDS[str(path[-1])]}", param=param, code="invalid_value")
-    if kind == "extra_forbidden":
-        return _unknown_field(param, str(path[-1]))
     if kind == "missing":
         return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
     return ApiError(400, f"{param}: {_lower(first['msg'])}", param=param, code="invalid_value")

@@ -42,9 +42,15 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_nulls(cls, data: Any) -> Any:
+        """Also leaves out all unknown fields but the first, which is the one that the error names."""
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None or name not in UNSUPPORTED}
+        kept: dict[Any, Any] = {name: data[name] for name in cls.model_fields if name in data}
+        for name, value in data.items():
+            if name not in kept and (value is not None or name not in UNSUPPORTED):
+                kept[name] = value
+                break
+        return kept
 
 
 def _wrong(param: str, message: str) -> PydanticCustomError:

@@ -13,14 +13,17 @@ from typing import Any
 
 from kvboost import __version__
 from kvboost.engine import InferenceEngine
+from kvboost.errors import InvalidRequestError
+from kvboost.miss_reasons import without_tokens
 from kvboost.models import GenerationResult
+from kvboost.requests import Request
 from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, WorkerBody
 from kvboost.server.auth import Caller, Gate, effective_salt
 from kvboost.server.errors import ApiError
 from kvboost.server.metrics import Metrics
 from kvboost.server.settings import ServerSettings
 from kvboost.server.text import TokenNames
-from kvboost.server.worker import ShuttingDownError, Worker
+from kvboost.server.worker import ShuttingDownError, Ticket, Worker
 
 FINGERPRINT = f"kvboost-{__version__}"
 _RECENT = 200
@@ -82,6 +85,16 @@ class Service:
         if not self.worker.is_alive:
             raise ApiError(503, "the thread that runs the model has ended", code="worker_ended")
 
+    def submit(self, request: Request, caller: Caller, *, param: str, answers: bool = True) -> Ticket:
+        """Queue a request; where the running batch has no room for it, the error names the field `param`."""
+        try:
+            return self.worker.submit(
+                request, tenant=caller.name, timeout_s=self.settings.timeout_s, answers=answers
+            )
+        except InvalidRequestError as error:
+            code = "context_length_exceeded"
+            raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
+
     def count_answer(self, result: GenerationResult, prompt: int, cached: int, completion: int) -> None:
         """Book a completion whose first choice is `result`."""
         self.metrics.count_answer(
@@ -107,8 +120,11 @@ class Service:
 
     # --- what is going on --------------------------------------------------------------------
 
-    def stats(self, chunks: int) -> CacheStats:
-        """Numbers of this moment, with the `chunks` most used chunks. From any thread."""
+    def stats(self, chunks: int, with_texts: bool) -> CacheStats:
+        """Numbers of this moment, with the `chunks` most used chunks. From any thread.
+
+        Their texts are told only where the server was told to (`log_prompts`), and `with_texts`.
+        """
         found = CacheStats(
             model=self.settings.model_name,
             mode=self.settings.mode_name,
@@ -123,7 +139,8 @@ class Service:
             cache=self.engine.cache_stats(),
         )
         if chunks:
-            found.chunks = self._most_used(chunks)
+            texts = with_texts and self.settings.log_prompts
+            found.chunks = [_chunk_body(each, texts) for each in self.engine.cache_manager.most_used(chunks)]
         return found
 
     def _batch_stats(self) -> BatchBody | None:
@@ -142,21 +159,6 @@ class Service:
             kv_bytes=batch.nbytes,
         )
 
-    def _most_used(self, count: int) -> list[ChunkBody]:
-        return [self._chunk_body(chunk) for chunk in self.engine.cache_manager.most_used(count)]
-
-    def _chunk_body(self, chunk: Any) -> ChunkBody:
-        body = ChunkBody(
-            id=chunk.chunk_id,
-            tokens=chunk.length,
-            uses=chunk.access_count,
-            tier="memory" if chunk.kv.is_loaded else "disk",
-            age_s=max(0.0, time.time() - chunk.created_at),
-        )
-        if self.settings.log_prompts:
-            body.text = chunk.text
-        return body
-
     # --- the end -----------------------------------------------------------------------------
 
     def begin_shutdown(self) -> None:
@@ -167,3 +169,21 @@ class Service:
         """Finish what runs within the time there is, fail the rest. It can be called twice."""
         self.begin_shutdown()
         self.worker.close(self.settings.shutdown_timeout_s if timeout_s is None else timeout_s)
+
+
+def told_reason(reason: str, caller: Caller) -> str:
+    """Why a token was not found, as `caller` may know it: what others wrote there is their business."""
+    return reason if caller.sees_tokens else without_tokens(reason)
+
+
+def _chunk_body(chunk: Any, with_text: bool) -> ChunkBody:
+    body = ChunkBody(
+        id=chunk.chunk_id,
+        tokens=chunk.length,
+        uses=chunk.access_count,
+        tier="memory" if chunk.kv.is_loaded else "disk",
+        age_s=max(0.0, time.time() - chunk.created_at),
+    )
+    if with_text:
+        body.text = chunk.text
+    return body

@@ -35,7 +35,8 @@ class ServerSettings:
     """Options of one server.
 
     Requests must give `model_name` or one of `aliases` as their model. Without `api_keys` everybody may use
-    it; with `admin_key`, routes that concern everybody need that one.
+    it; with `admin_key`, routes that concern everybody need that one. Without `api_keys`, requests must be
+    for an address, a local name or one of `allowed_hosts` ("*": for any).
     """
 
     model_name: str = "kvboost"
@@ -51,6 +52,7 @@ class ServerSettings:
     shutdown_timeout_s: float = 30.0
     max_request_bytes: int = 4_000_000
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     log_prompts: bool = False
     default_max_tokens: int = 512
 

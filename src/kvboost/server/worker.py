@@ -57,6 +57,7 @@ class Ticket:
 
     def __init__(self, request: Request, tenant: str, deadline: float | None, answers: bool) -> None:
         self.request = request
+        self.has_enough = False  # the reader wants no more of it, and it counts as answered
         self.tenant = tenant
         self.deadline = deadline  # of time.monotonic()
         self.answers = answers
@@ -72,6 +73,11 @@ class Ticket:
         """Nobody wants the answer any more. It can be called twice, from any thread, and too late."""
         if not self.is_over:
             self.request.watch.cancelled.set()
+
+    def end(self) -> None:
+        """The reader has all that it wants: the answer ends here."""
+        self.has_enough = True
+        self.cancel()
 
     @property
     def is_cancelled(self) -> bool:
@@ -270,6 +276,14 @@ class Worker:
     # --- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._take_turns()
+        finally:  # also where even failing has failed, so that nobody waits for a thread that is gone
+            with self._wake:
+                self._stopping = self._closing = True
+                self._is_through()
+
+    def _take_turns(self) -> None:
         while True:
             with self._wake:
                 self._wake.wait_for(self._has_work, timeout=_IDLE_S)
@@ -297,11 +311,13 @@ class Worker:
             self._collect()
 
     def _fail_all(self, error: Exception) -> None:
-        if self.batch is not None:
-            self.batch.fail_all(error)
-        for ticket in self._running:
-            ticket.failed(error)
-        self._collect()
+        try:
+            if self.batch is not None:
+                self.batch.fail_all(error)
+        finally:
+            for ticket in self._running:
+                ticket.failed(error)
+            self._collect()
 
     def _has_work(self) -> bool:
         return bool(self._running or self._calls or len(self._queue) or self._closing)
@@ -315,7 +331,8 @@ class Worker:
                 ticket.failed(error)
             self._running = []
             for _, future in self._calls:
-                future.set_exception(error)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
             self._calls.clear()
             return True
         return False
@@ -336,6 +353,8 @@ class Worker:
         if late:
             self._stats.timed_out += 1
             ticket.failed(RequestTimeoutError(_TOO_LONG))
+        elif ticket.has_enough:
+            self._count_answer(ticket)
         else:
             self._stats.cancelled += 1
         if ticket.row is not None and self.batch is not None:
@@ -348,7 +367,7 @@ class Worker:
         while True:
             with self._wake:
                 ticket = self._queue.first()
-                if ticket is None:
+                if ticket is None or self._stopping:
                     return
                 alone = self.batch is None or bool(self.engine.why_alone(ticket.request))
                 if not alone and not self._has_room(ticket):
@@ -394,7 +413,7 @@ class Worker:
                 self._stats.timed_out += 1
             elif ticket.error is not None:
                 self._stats.failed += 1
-            elif ticket.is_cancelled:
+            elif ticket.is_cancelled and not ticket.has_enough:
                 self._stats.cancelled += 1
             else:
                 self._count_answer(ticket)
@@ -446,6 +465,8 @@ def _leave(batch: RowLoop, row: Row) -> None:
 
 
 def _call(function: Callable[[], T], future: Future[T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except Exception as error:
