@@ -208,6 +208,36 @@ def test_disk_tier_is_shown(
 # --- by keyboard, and for those who do not see it ----------------------------------------------
 
 
+def test_texts_of_chunks_are_shown_where_they_are_told(
+    bare_page: Any, make_engine: Callable[..., KVBoost], serve: Callable[..., Any]
+) -> None:
+    nasty = "<b>bold</b> words that the server was told to show"
+    server = serve(make_engine(), log_prompts=True)
+    server.complete(nasty, max_tokens=1)
+    bare_page.goto(server.url)
+    text = bare_page.locator(".chunk-text").first
+    expect(text).to_contain_text("<b>bold</b> wor")
+    assert bare_page.locator("main b").count() == 0
+
+
+def test_a_chosen_request_stays_chosen(
+    bare_page: Any, make_engine: Callable[..., KVBoost], serve: Callable[..., Any]
+) -> None:
+    """Also while others come, with the keyboard."""
+    server = serve(make_engine())
+    for tokens in (20, 30, 40):
+        server.complete(list(range(5, 5 + tokens)), max_tokens=1)
+    bare_page.goto(server.url)
+    readout = bare_page.locator("#chart-readout")
+    expect(readout).to_contain_text("of 40 tokens")
+    bare_page.locator("#chart").focus()
+    bare_page.keyboard.press("Home")
+    expect(readout).to_contain_text("of 20 tokens")
+    server.complete(list(range(5, 55)), max_tokens=1)
+    expect(bare_page.locator("#chart .dot")).to_have_count(4, timeout=10_000)
+    expect(readout).to_contain_text("of 20 tokens")
+
+
 def tab_to(page: Any, selector: str, most: int = 40) -> None:
     """Press Tab until what `selector` finds has the focus."""
     for _ in range(most):

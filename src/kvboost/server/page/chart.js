@@ -26,8 +26,10 @@ export class Chart {
     const recent = requests.slice(-MOST);
     const isSame = recent.length === this.#requests.length && recent.at(-1)?.at === this.#requests.at(-1)?.at;
     if (isSame) return;
+    const chosen = this.#chosen === null ? undefined : this.#requests[this.#chosen].at;
     this.#requests = recent;
-    this.#chosen = null;
+    const index = recent.findIndex((request) => request.at === chosen);
+    this.#chosen = index < 0 ? null : index;
     this.#draw();
   }
 

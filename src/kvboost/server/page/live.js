@@ -233,17 +233,17 @@ function chunks(most) {
   const rows = most.map((chunk) => {
     const uses = element("td", { class: "number uses" }, number(chunk.uses));
     uses.style.setProperty("--share", `${(100 * chunk.uses) / highest}%`);
-    const row = element(
+    const name = element("th", { scope: "row", class: "code" }, chunk.id.slice(0, 8));
+    if (chunk.text) name.append(element("span", { class: "chunk-text" }, chunk.text.slice(0, 80)));
+    return element(
       "tr",
       {},
-      element("th", { scope: "row", class: "code" }, chunk.id.slice(0, 8)),
+      name,
       element("td", { class: "number" }, number(chunk.tokens)),
       uses,
       element("td", {}, chunk.tier),
       element("td", { class: "number" }, duration(chunk.age_s)),
     );
-    if (chunk.text) row.title = chunk.text;
-    return row;
   });
   const table = element(
     "table",
