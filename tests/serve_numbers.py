@@ -50,9 +50,35 @@ def readme_line() -> str:
     )
 
 
+def soak_line() -> str:
+    found = record("soak-serve")["summary"]
+    refused, evicted = found["statuses"]["429"], found["evicted_chunks"]
+    return (
+        f"{found['minutes']:.0f} minutes of mixed load (`make soak`, "
+        f"[result](../benchmarks/results/soak-serve.json)): {found['requests']:,} requests of "
+        f"{found['clients']} clients, {found['clients_that_left']:,} times gone before the answer came, "
+        f"floods past the queue's limit ({refused:,} answers were a 429), wrong requests, a cache that is far "
+        f"too small ({evicted:,} chunks evicted). Nobody was left waiting, {found['worker']['failed']} "
+        f"requests failed, all {found['answers_compared']} answers that were compared were right, and memory "
+        f"grew by {found['rss_growth']:.1%} after the warm-up."
+    )
+
+
+def salts_line() -> str:
+    found = record("proof-salts")["summary"]
+    own, fresh, read = (found["median_ms"][name] for name in ("own", "fresh", "read by ann"))
+    return (
+        "Two keys with different salts (`make proof`, [result](../benchmarks/results/proof-salts.json)): "
+        f"{found['probes_per_group']} probes each of a text that the other key had read and of one that "
+        f"nobody had, {found['hits_across_salts']} hits, medians {read:.1f} and {fresh:.1f} ms; a text of "
+        f"one's own takes {own:.1f} ms. The difference of {found['difference_ms']:.1f} ms is within the noise "
+        f"of {found['noise_ms']:.1f} ms that two groups of fresh texts show."
+    )
+
+
 PARTS = (servers_table, long_prompt_table)
 
 if __name__ == "__main__":
-    for part in (*PARTS, readme_line):
+    for part in (*PARTS, soak_line, salts_line, readme_line):
         print(f"--- {part.__name__}\n{part()}")  # noqa: T201
     print(machine("serve-cpu"))  # noqa: T201

@@ -98,6 +98,9 @@ def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
         assert part() in document, part.__name__
     assert reuse_numbers.machine("serve-cpu") in document
     assert serve_numbers.readme_line() in README
+    server = " ".join((ROOT / "docs" / "server.md").read_text().split())
+    for part in (serve_numbers.soak_line, serve_numbers.salts_line):
+        assert " ".join(part().split()) in server, part.__name__
 
 
 @pytest.mark.parametrize(
