@@ -57,8 +57,8 @@ def soak_line() -> str:
         f"{found['minutes']:.0f} minutes of mixed load (`make soak`, "
         f"[result](../benchmarks/results/soak-serve.json)): {found['requests']:,} requests of "
         f"{found['clients']} clients, {found['clients_that_left']:,} times gone before the answer came, "
-        f"floods past the queue's limit ({refused:,} answers were a 429), wrong requests, a cache that is far "
-        f"too small ({evicted:,} chunks evicted). Nobody was left waiting, {found['worker']['failed']} "
+        f"floods past the queue's limit ({refused:,} answers were a 429), wrong requests, a cache that is "
+        f"far too small ({evicted:,} chunks evicted). Nobody was left waiting, {found['worker']['failed']} "
         f"requests failed, all {found['answers_compared']} answers that were compared were right, and memory "
         f"grew by {found['rss_growth']:.1%} after the warm-up."
     )
@@ -71,8 +71,8 @@ def salts_line() -> str:
         "Two keys with different salts (`make proof`, [result](../benchmarks/results/proof-salts.json)): "
         f"{found['probes_per_group']} probes each of a text that the other key had read and of one that "
         f"nobody had, {found['hits_across_salts']} hits, medians {read:.1f} and {fresh:.1f} ms; a text of "
-        f"one's own takes {own:.1f} ms. The difference of {found['difference_ms']:.1f} ms is within the noise "
-        f"of {found['noise_ms']:.1f} ms that two groups of fresh texts show."
+        f"one's own takes {own:.1f} ms. The difference of {found['difference_ms']:.1f} ms is within the "
+        f"noise of {found['noise_ms']:.1f} ms that two groups of fresh texts show."
     )
 
 
