@@ -45,7 +45,7 @@ def test_bad_usage_is_refused_before_loading(arguments: list[str], named: str) -
     [
         (["--api-key", "a", "--api-key", "a"], "given twice"),
         (["--api-key", ":salt"], "API key must be"),
-        (["--api-key", "@/no/such/file"], "/no/such/file"),
+        (["--api-key", "@/no/such/file"], "/no/such/file cannot be read: No such file"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
     ],

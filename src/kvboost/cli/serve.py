@@ -174,7 +174,12 @@ def _admin_key(given: str | None) -> ApiKey | None:
 
 
 def _lines(path: str) -> list[str]:
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise KVBoostError(f"the file of keys {path} cannot be read: {what}") from error
+    lines = [line.strip() for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
