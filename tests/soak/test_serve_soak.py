@@ -39,6 +39,7 @@ WARM_UP = 0.25  # of the time
 WINDOWS = 6  # that the rest is cut into
 MAX_GROWTH = 0.05
 SAMPLE_S = 2.0
+SHOWN_EVERY = 15  # of the samples, in the result file; the summary is of them all
 BUILTIN = Limits(document_characters=2_000, question_characters=300, new_tokens=12, crowd=60)
 TINY = Limits(document_characters=300, question_characters=60, new_tokens=20, crowd=60)
 Start = Callable[..., ServerProcess]
@@ -211,7 +212,7 @@ def test_half_an_hour_of_mixed_load(start: Start, tmp_path: Path) -> None:
     summary = check(found, seconds)
     check_end(server, tmp_path / "kv")
     if MINUTES >= WHOLE_MINUTES:
-        write_result("soak-serve", summary, found["samples"])
+        write_result("soak-serve", summary, found["samples"][::SHOWN_EVERY])
 
 
 @pytest.mark.soak

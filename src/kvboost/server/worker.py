@@ -460,7 +460,7 @@ def _leave(batch: RowLoop, row: Row) -> None:
     """Store what a request has computed, if that can be done."""
     try:
         batch.leave(row)
-    except Exception:
+    except Exception:  # whatever it was: the others' text is to be stored, and the thread to end
         _log.exception("what a request had computed was not stored")
 
 
