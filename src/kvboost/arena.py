@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvboost.compat import CROP_ZERO_EMPTIES
+from kvboost.compat import CROP_ZERO_EMPTIES, probing
 from kvboost.errors import UnsupportedModelError
 from kvboost.models import PastKVType
 
@@ -147,7 +147,7 @@ def probe_layout(model: Any) -> KVLayout:
     """Learn the layout of a model's KV from a forward over two tokens."""
     device = model.get_input_embeddings().weight.device
     cache = DynamicCache()
-    with torch.no_grad():
+    with probing(model, "computing the KV of two tokens"):
         model(
             input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
             past_key_values=cache,

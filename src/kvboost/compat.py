@@ -7,6 +7,8 @@ device is answered here (cache layer signatures: arena.py). Knows no cache and n
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +102,45 @@ def structural_refusal(model: Any) -> str | None:
 def rotary_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
     """The model's rotary embedding modules, by name."""
     return [(name, module) for name, module in model.named_modules() if "Rotary" in type(module).__name__]
+
+
+@contextmanager
+def eval_mode(model: Any) -> Iterator[None]:
+    """Inside, every submodule is in eval mode; afterwards each has the flag that it had before."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def probing(model: Any, doing: str) -> Iterator[None]:
+    """Run a model for the first time: in eval mode, without gradients; what it raises becomes a refusal.
+
+    Running out of memory says nothing about the model, and stays what it is.
+    """
+    try:
+        with eval_mode(model), torch.no_grad():
+            yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise
+        raise UnsupportedModelError(
+            f"{type(model).__name__} failed while {doing}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def check_model_compatibility(model: Any, strict: bool = True) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvboost.arena import Arena, KVLayout, RowRange, row_blocks
-from kvboost.compat import rotary_modules, text_config
+from kvboost.compat import probing, rotary_modules, text_config
 
 GATED_REASON = "gated: rope changes with length"
 LENGTH_REASON = "exact reuse only: rope changes with length"
@@ -280,15 +280,10 @@ def _probe(model: Any, layout: KVLayout) -> tuple[Arena, dict[int, Arena]]:
     device = model.get_input_embeddings().weight.device
     ids = (torch.arange(_PROBE_TOKENS) * 7919 % text_config(model).vocab_size).to(device).unsqueeze(0)
     arenas = {shift: Arena(layout, _PROBE_TOKENS) for shift in (0, *shifts)}
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for shift, arena in arenas.items():
-                positions = torch.arange(shift, shift + _PROBE_TOKENS, device=device).unsqueeze(0)
-                model(input_ids=ids, position_ids=positions, past_key_values=arena, use_cache=True)
-    finally:
-        model.train(was_training)
+    with probing(model, "measuring how its keys turn with their position"):
+        for shift, arena in arenas.items():
+            positions = torch.arange(shift, shift + _PROBE_TOKENS, device=device).unsqueeze(0)
+            model(input_ids=ids, position_ids=positions, past_key_values=arena, use_cache=True)
     return arenas.pop(0), arenas
 
 

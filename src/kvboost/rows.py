@@ -17,7 +17,7 @@ import torch
 
 from kvboost import attention
 from kvboost.arena import Arena, Packed
-from kvboost.compat import text_config
+from kvboost.compat import eval_mode, text_config
 from kvboost.row_attention import Feed, RowPattern, Stretch
 
 # Tokens of one forward, on a CPU and on a GPU, and the logits that it may give, in elements.
@@ -196,7 +196,12 @@ def can_run(model: Any, arena: Arena) -> bool:
     pattern = _Counting([Feed(segment.stretch, 1)], device)
     arena.set_length(arena.capacity)
     try:
-        with torch.no_grad(), arena.scatter_at(pattern.slots), attention.patterned(model, pattern):
+        with (
+            eval_mode(model),
+            torch.no_grad(),
+            arena.scatter_at(pattern.slots),
+            attention.patterned(model, pattern),
+        ):
             model(
                 input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
                 position_ids=pattern.positions.unsqueeze(0),

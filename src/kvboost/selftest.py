@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvboost.arena import Arena, KVLayout
-from kvboost.compat import text_config
+from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
 
 _TOKENS = 24
@@ -22,17 +22,12 @@ def check_exactness(model: Any, layout: KVLayout) -> None:
     device = model.get_input_embeddings().weight.device
     vocab = text_config(model).vocab_size
     ids = (torch.arange(_TOKENS) * 7919 % vocab).to(device).unsqueeze(0)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-            arena = Arena(layout, _TOKENS)
-            for start, end in ((0, 9), (9, 20), (20, _TOKENS)):
-                parts = model(input_ids=ids[:, start:end], past_key_values=arena, use_cache=True)
-            difference = (parts.logits[0, -1].float() - whole).norm() / whole.norm().clamp_min(1e-6)
-    finally:
-        model.train(was_training)
+    with probing(model, "checking that a cache in parts gives the same logits"):
+        whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        arena = Arena(layout, _TOKENS)
+        for start, end in ((0, 9), (9, 20), (20, _TOKENS)):
+            parts = model(input_ids=ids[:, start:end], past_key_values=arena, use_cache=True)
+        difference = (parts.logits[0, -1].float() - whole).norm() / whole.norm().clamp_min(1e-6)
     tolerance = _TOLERANCE.get(layout.slabs[0].dtype, 1e-1)
     if not float(difference) <= tolerance:
         raise UnsupportedModelError(

@@ -20,7 +20,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvboost.arena import probe_layout
+from kvboost import rows
+from kvboost.arena import Arena, probe_layout
 from kvboost.compat import (
     CROP_ZERO_EMPTIES,
     SUPPORTED_ARCHITECTURES,
@@ -29,11 +30,15 @@ from kvboost.compat import (
     architecture_of,
     check_model_compatibility,
     choose_device,
+    eval_mode,
+    probing,
     rotary_modules,
     structural_refusal,
     text_config,
 )
 from kvboost.errors import UnsupportedModelError
+from kvboost.rope import KeyRotation, learn_rotation
+from kvboost.selftest import check_exactness
 
 
 def tiny_gpt2() -> Any:
@@ -203,3 +208,57 @@ def test_cuda_before_mps_before_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     assert choose_device().type == chosen
+
+
+# --- models that train, and models that fail ---------------------------------------------------
+
+
+def test_eval_mode_restores_the_flag_of_every_submodule(make_llama: Any) -> None:
+    model = make_llama().train()
+    model.model.layers[0].mlp.eval()
+    before = [module.training for module in model.modules()]
+    assert len(set(before)) == 2
+    with eval_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == before
+    with pytest.raises(RuntimeError, match="in between"), eval_mode(model):
+        raise RuntimeError("in between")
+    assert [module.training for module in model.modules()] == before
+
+
+def test_a_model_that_trains_is_probed_in_eval_mode(make_llama: Any) -> None:
+    model = make_llama().train()
+    model.gradient_checkpointing_enable()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    layout = probe_layout(model)
+    check_exactness(model, layout)
+    assert rows.can_run(model, Arena(layout, 4))
+    assert isinstance(learn_rotation(model, layout), KeyRotation)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_what_a_probe_raises_is_a_refusal_with_the_reason(make_llama: Any) -> None:
+    model = make_llama()
+    reason = "failed while counting: KeyError: 'gone'"
+    with pytest.raises(UnsupportedModelError, match=reason) as refused, probing(model, "counting"):
+        raise KeyError("gone")
+    assert isinstance(refused.value.__cause__, KeyError)
+    assert type(model).__name__ in str(refused.value)
+    with pytest.raises(UnsupportedModelError, match=r"^as it was$"), probing(model, "counting"):
+        raise UnsupportedModelError("as it was")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("no room"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_running_out_of_memory_says_nothing_about_the_model(make_llama: Any, error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised, probing(make_llama(), "counting"):
+        raise error
+    assert raised.value is error
