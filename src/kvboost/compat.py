@@ -171,15 +171,16 @@ def choose_device() -> torch.device:
     return torch.device("cpu")
 
 
-def sdpa_mask_function() -> Any:
-    """transformers' mask function for its sdpa attention."""
+def mask_function(implementation: str) -> Any:
+    """transformers' function that makes masks for an attention implementation; sdpa's for one without."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    known = implementation in ALL_MASK_ATTENTION_FUNCTIONS
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation if known else "sdpa"]
 
 
-def sdpa_attention_function() -> Any:
-    """transformers' own sdpa attention function."""
+def attention_function(implementation: str) -> Any:
+    """transformers' own function of an attention implementation."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return ALL_ATTENTION_FUNCTIONS[implementation]
