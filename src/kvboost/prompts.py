@@ -1,15 +1,20 @@
 """From what a caller passes (text, token ids, chat messages) to the token ids the model reads.
 
-Re-encoding an answer's text need not give the tokens that were generated. The reader remembers the
-ids of its own answers and splices them in where the same answer comes back in messages, so that
-the next turn of a chat finds its KV again. Knows the tokenizer, no model and no cache.
+Re-encoding an answer's text need not give the tokens that were generated. The reader remembers the ids of
+its own answers and splices them in where the same answer comes back in messages, so that the next turn of a
+chat finds its KV again. Whatever is spliced, the ids of a chat spell the template's text and have exactly
+the control tokens (special ones, and others that are matched in text) that encoding it gives. Knows the
+tokenizer, no model and no cache.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +25,11 @@ Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 _MAX_ANSWERS = 4_096
+_MAX_ANSWER_BYTES = 64 << 20  # of all remembered answers: their ids, their texts and what keeps them
+_ENTRY_BYTES = 400
 _MARK = "\u2063kvboost{}\u2063"  # stands for an answer while a template is rendered
+_MARKS = re.compile(_MARK.format("([0-9]+)"))
+_SEAM_TOKENS = 8  # on each side of a seam, to see whether both sides are spelled there as they are alone
 
 
 class TokenizedPrompt:
@@ -40,17 +49,132 @@ class TokenizedPrompt:
         return len(self.token_ids)
 
 
+@dataclass
+class _Answer:
+    """An answer as it was generated; `is_spelled`: whether it may stand for its text, None = not known."""
+
+    token_bytes: bytes  # 4 for each id
+    size_bytes: int
+    is_spelled: bool | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids: list[int] = np.frombuffer(self.token_bytes, dtype=np.int32).tolist()
+        return ids
+
+
+class _Answers:
+    """Answers by salt and text. Where they get too many or too large, the salt that has the most gives up the
+    one that it used least recently, so none can push out those of others. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._by_salt: dict[str, OrderedDict[str, _Answer]] = {}
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._total = 0
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return self._total
+
+    def get(self, salt: str, text: str) -> _Answer | None:
+        """The answer, which counts as used."""
+        with self._lock:
+            answers = self._by_salt.get(salt)
+            if answers is None or text not in answers:
+                return None
+            answers.move_to_end(text)
+            return answers[text]
+
+    def put(self, salt: str, text: str, ids: Sequence[int]) -> None:
+        """Keep an answer in place of an earlier one with this text."""
+        packed = np.asarray(ids, dtype=np.int32).tobytes()
+        size = len(packed) + sys.getsizeof(text) + sys.getsizeof(salt) + _ENTRY_BYTES
+        if size > _MAX_ANSWER_BYTES:
+            return
+        with self._lock:
+            self._drop(salt, text)
+            self._by_salt.setdefault(salt, OrderedDict())[text] = _Answer(packed, size)
+            self._book(salt, 1, size)
+            while len(self) > _MAX_ANSWERS:
+                self._drop_oldest(max(self._counts, key=self._counts.__getitem__))
+            while self.size_bytes > _MAX_ANSWER_BYTES:
+                self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            for salt in list(self._by_salt):
+                while salt in self._by_salt:
+                    self._drop_oldest(salt)
+
+    def _drop_oldest(self, salt: str) -> None:
+        self._drop(salt, next(iter(self._by_salt[salt])))
+
+    def _drop(self, salt: str, text: str) -> None:
+        answers = self._by_salt.get(salt)
+        answer = answers.pop(text, None) if answers is not None else None
+        if answer is not None:
+            self._book(salt, -1, -answer.size_bytes)
+
+    def _book(self, salt: str, count: int, size: int) -> None:
+        self._counts[salt] += count
+        self._bytes[salt] += size
+        self._total += count
+        self.size_bytes += size
+        if not self._counts[salt]:
+            del self._by_salt[salt], self._counts[salt], self._bytes[salt]
+
+
+class _ControlTokens:
+    """Tokens that are no text of their own: special ones, and added ones, which are matched in text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
+        special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self.special_ids = special | {token for token, what in added.items() if what.special}
+        self.ids = self.special_ids | frozenset(added)
+        names = {str(token) for token in getattr(tokenizer, "all_special_tokens", ())}
+        texts = sorted(names | {str(what.content) for what in added.values()} - {""}, key=len, reverse=True)
+        self.texts = tuple(texts)
+        self._longest = max(map(len, texts), default=0)
+        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        # Others are matched in a changed text, or depend on their neighbours: no look at a seam can tell.
+        self.are_literal = not any(what.normalized or what.single_word for what in added.values())
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        """Those among `ids`, in order."""
+        return [token for token in ids if token in self.ids]
+
+    def cross(self, before: str, after: str) -> bool:
+        """Whether one would be found across the seam of two texts."""
+        if not before or not after or not self.texts:
+            return False
+        tail, head = before[-self._longest :], after[: self._longest]
+        around = tail + head
+        for start in range(len(tail)):
+            found = self._pattern.match(around, start)
+            if found is not None and found.end() > len(tail):
+                return True
+        return False
+
+
 class PromptReader:
     """Tokenizes prompts and remembers answers, per salt and bounded."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
-        self._special_texts = tuple(str(token) for token in getattr(tokenizer, "all_special_tokens", ()))
-        self._answers: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._control = _ControlTokens(tokenizer)
+        self._answers = _Answers()
         self._encoding = threading.Lock()  # fast tokenizers fail where two threads encode at once
+
+    @property
+    def answers_bytes(self) -> int:
+        """Memory that remembered answers take."""
+        return self._answers.size_bytes
 
     def read(self, prompt: Prompt, salt: str = "", *, warming: bool = False) -> TokenizedPrompt:
         """Tokenize `prompt`. With `warming`, leave out what only the end of a prompt has."""
@@ -91,22 +215,19 @@ class PromptReader:
         return ids
 
     def remember_answer(self, text: str, token_ids: Sequence[int], salt: str) -> None:
-        """Keep the ids of an answer for when its text comes back in messages."""
+        """Keep the ids of an answer for when its text comes back in messages.
+
+        One with special tokens inside is not kept: its text does not show them.
+        """
         ids = list(token_ids)
-        while ids and ids[-1] in self._special_ids:
+        while ids and ids[-1] in self._control.special_ids:
             ids.pop()
-        if not ids or not text:
-            return
-        with self._lock:
-            self._answers[salt, text] = tuple(ids)
-            self._answers.move_to_end((salt, text))
-            while len(self._answers) > _MAX_ANSWERS:
-                self._answers.popitem(last=False)
+        if ids and text and self._control.special_ids.isdisjoint(ids):
+            self._answers.put(salt, text, ids)
 
     def forget_answers(self) -> None:
         """Drop all remembered answers."""
-        with self._lock:
-            self._answers.clear()
+        self._answers.clear()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of generated ids, special tokens left out."""
@@ -117,12 +238,20 @@ class PromptReader:
             encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(encoded["input_ids"])
 
+    def _spelled(self, token_ids: Sequence[int]) -> str:
+        """The text of ids as it stands, with special tokens and every space."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
     def _without_trailing_special(self, ids: list[int], text: str) -> list[int]:
         """Drop special tokens that the tokenizer put behind the text."""
-        if text.endswith(self._special_texts):
+        if text.endswith(self._control.texts):
             return ids  # the caller wrote them
         end = len(ids)
-        while end > 1 and ids[end - 1] in self._special_ids:
+        while end > 1 and ids[end - 1] in self._control.special_ids:
             end -= 1
         return ids[:end]
 
@@ -184,51 +313,81 @@ class PromptReader:
         except Exception as error:  # templates raise what they like; the caller sees which message
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
 
-    def _known_answers(self, messages: list[dict[str, Any]], salt: str) -> dict[int, tuple[int, ...]]:
-        with self._lock:
-            return {
-                index: self._answers[salt, message["content"]]
-                for index, message in enumerate(messages)
-                if message["role"] == "assistant" and (salt, message["content"]) in self._answers
-            }
+    def _known_answers(self, messages: list[dict[str, Any]], salt: str) -> dict[int, list[int]]:
+        """The ids of those messages that are answers of ours, by the messages' numbers."""
+        found = {}
+        for index, message in enumerate(messages):
+            text = message["content"]
+            answer = self._answers.get(salt, text) if message["role"] == "assistant" else None
+            if answer is None:
+                continue
+            ids = answer.token_ids
+            if answer.is_spelled is None:
+                answer.is_spelled = self._can_stand_for(ids, text)
+            if answer.is_spelled:
+                found[index] = ids
+        return found
+
+    def _can_stand_for(self, ids: list[int], text: str) -> bool:
+        """Whether `ids` spell `text`, have the control tokens that encoding it gives, and hide nothing."""
+        known = len(self._tokenizer)
+        if any(token >= known for token in ids) or None in self._tokenizer.convert_ids_to_tokens(ids):
+            return False  # decodes to nothing
+        plain = self._encode(text, add_special_tokens=False)
+        return self._control.of(ids) == self._control.of(plain) and self._spelled(ids) == text
 
     def _splice(
-        self,
-        messages: list[dict[str, Any]],
-        answers: dict[int, tuple[int, ...]],
-        text: str,
-        warming: bool,
+        self, messages: list[dict[str, Any]], answers: dict[int, list[int]], text: str, warming: bool
     ) -> list[int] | None:
         """Token ids of `text` with remembered answers in their places; None where that is not safe."""
-        marks = {index: _MARK.format(index) for index in answers}
         marked = self._render(
             [
-                {**message, "content": marks.get(index, message["content"])}
+                {**message, "content": _MARK.format(index) if index in answers else message["content"]}
                 for index, message in enumerate(messages)
             ],
             warming,
         )
-        ids: list[int] = []
-        rest, filled = marked, marked
-        for index, answer in sorted(answers.items()):
-            if marked.count(marks[index]) != 1:
-                return None  # left out or repeated
-            before, _, rest = rest.partition(marks[index])
-            filled = filled.replace(marks[index], messages[index]["content"])
-            ids += self._encode(before, add_special_tokens=False) if before else []
-            ids += answer
-        if filled != text:
+        parts = _MARKS.split(marked)
+        if parts[1::2] != [str(index) for index in answers]:
+            return None  # left out, repeated, in another order, or a message has a mark of its own
+        parts[1::2] = [messages[index]["content"] for index in answers]
+        if "".join(parts) != text:
             return None  # the template looks into its messages or changes them
-        ids += self._encode(rest, add_special_tokens=False) if rest else []
-        if all(self._clean_break(piece, marked) for piece in marks.values()):
-            return ids
-        plain = self._tokenizer.decode(self._encode(text, add_special_tokens=False))
-        return ids if self._tokenizer.decode(ids) == plain else None
+        pieces = [self._encode(part, add_special_tokens=False) if part else [] for part in parts[::2]]
+        own = list(answers.values())
+        ids = list(pieces[0])
+        for answer, piece in zip(own, pieces[1:], strict=True):
+            ids += answer
+            ids += piece
+        return ids if self._are_clean(parts, pieces, own) or self._is_same(ids, text) else None
 
-    def _clean_break(self, mark: str, marked: str) -> bool:
-        """Whether a special token follows the answer, so that encoding in pieces changes nothing."""
-        after = marked.partition(mark)[2]
-        return bool(after) and after.startswith(self._special_texts)
+    def _is_same(self, ids: list[int], text: str) -> bool:
+        """Whether `ids` are what encoding `text` gives, but for where ordinary tokens end."""
+        plain = self._encode(text, add_special_tokens=False)
+        return self._control.of(ids) == self._control.of(plain) and self._spelled(ids) == self._spelled(plain)
+
+    def _are_clean(self, parts: list[str], pieces: list[list[int]], answers: list[list[int]]) -> bool:
+        """Whether encoding in pieces can change nothing, by a look at the seams alone.
+
+        `parts` are texts, those of answers at odd places; `pieces` are the ids of the others. A control token
+        follows each answer, none comes about at a seam, and no answer begins otherwise than it does alone.
+        """
+        if not self._control.are_literal:
+            return False
+        seams = zip(parts[::2], parts[1::2], parts[2::2], strict=False)
+        for before, answer, after in seams:
+            if not after.startswith(self._control.texts):
+                return False
+            if self._control.cross(before, answer) or self._control.cross(answer, after):
+                return False
+        return all(
+            self._is_seamless(piece[-_SEAM_TOKENS:], answer[:_SEAM_TOKENS])
+            for piece, answer in zip(pieces, answers, strict=False)
+        )
+
+    def _is_seamless(self, before: list[int], after: list[int]) -> bool:
+        """Whether ids are spelled together as they are alone."""
+        return not before or self._spelled(before + after) == self._spelled(before) + self._spelled(after)
 
 
 def _is_messages(prompt: Any) -> bool:

@@ -1,0 +1,1 @@
+"""What a hostile review broke, one file per hole."""
