@@ -1,0 +1,268 @@
+"""One side of a comparison: imports the kvboost that is on its path, and measures when it is told to.
+
+A process per side, so that a model is loaded once. Speaks in lines of JSON: says which kvboost it has, then
+answers every line on stdin with a record. Whatever the benchmark prints goes elsewhere. Relies only on what
+every revision has: the command `kvboost bench`, and `from_pretrained`, `tokenize`, `warm` and `generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import gc
+import io
+import json
+import os
+import random
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+Measure = Callable[[], dict[str, Any]]
+_SENTENCE = "The {} of house number {} was painted in the year {}. "
+_THINGS = ("door", "roof", "garden wall", "kitchen", "staircase", "cellar", "gate", "window frame")
+
+
+class WorkerError(Exception):
+    """Something to tell the user in one line."""
+
+
+# --- benchmarks of `kvboost bench` ---------------------------------------------------------------
+
+
+def command_measure(arguments: Sequence[str]) -> Measure:
+    """Run `kvboost bench ARGUMENTS` in this process and return the record that it prints last."""
+    import click
+
+    from kvboost.cli.main import main
+
+    _memoise_loading()
+
+    def measure() -> dict[str, Any]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = main.main(["bench", *arguments], prog_name="kvboost", standalone_mode=False)
+            except click.ClickException as error:
+                raise WorkerError(error.format_message()) from error
+        sys.stderr.write(err.getvalue())
+        if isinstance(status, int) and status != 0:
+            said = _last_line(err.getvalue()).removeprefix("error: ")
+            raise WorkerError(said or f"kvboost bench ended with status {status}")
+        return _record_in(out.getvalue())
+
+    return measure
+
+
+def _memoise_loading() -> None:
+    """Every run opens a fresh engine with an empty cache, on a model that is loaded only once."""
+    import transformers
+
+    for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        auto_class.from_pretrained = _memoised(auto_class.from_pretrained)
+
+
+def _memoised(load: Callable[..., Any]) -> Callable[..., Any]:
+    loaded: dict[str, Any] = {}
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        key = repr((arguments, sorted(options.items())))
+        if key not in loaded:
+            loaded[key] = load(*arguments, **options)
+        return loaded[key]
+
+    return once
+
+
+def _record_in(printed: str) -> dict[str, Any]:
+    line = _last_line(printed)
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise WorkerError(f"the benchmark's last line is no record in JSON: {line[:80]!r}")
+    return record
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+# --- benchmarks of our own -----------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise WorkerError(f"{self.prog}: {message}")
+
+
+def own_measure(name: str, arguments: Sequence[str]) -> Measure:
+    """`warm` or `decode` on an engine that has read the shared tokens."""
+    parser = _Parser(prog=name, add_help=False, allow_abbrev=False)
+    parser.add_argument("--tokens", type=_count, default=1024)
+    parser.add_argument("--tail-tokens", type=_count, default=20)
+    parser.add_argument("--new-tokens", type=_count, default=1 if name == "warm" else 32)
+    parser.add_argument("--repeat", type=_count, default=5 if name == "warm" else 3)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--mode")
+    options, rest = parser.parse_known_args(list(arguments))
+    if name == "decode" and options.new_tokens < 2:
+        raise WorkerError("decode: --new-tokens must be at least 2")
+    engine_options = {"max_chunks": None, **keywords(rest)}
+
+    from kvboost import KVBoost
+
+    engine = KVBoost.from_pretrained(options.model, **engine_options)
+    shared = shared_tokens(engine.tokenize, options.tokens)
+    engine.warm(shared)
+    answers = _answers(engine, shared, options)
+    return lambda: OWN[name]([next(answers) for _ in range(options.repeat)])
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def keywords(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value`, `--switch` and `--no-switch` as keywords of `from_pretrained`."""
+    found: dict[str, Any] = {}
+    words = [part for word in arguments for part in _split(word)]
+    while words:
+        flag = words.pop(0)
+        if not flag.startswith("--"):
+            raise WorkerError(f"expected an option of the engine, got {flag!r}")
+        name = flag[2:].replace("-", "_")
+        if words and not words[0].startswith("--"):
+            found[name] = _value(words.pop(0))
+        elif name.startswith("no_"):
+            found[name[3:]] = False
+        else:
+            found[name] = True
+    return found
+
+
+def _split(word: str) -> list[str]:
+    return word.split("=", 1) if word.startswith("--") else [word]
+
+
+def _value(text: str) -> Any:
+    if text.lower() == "none":
+        return None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def shared_tokens(tokenize: Callable[[str], list[int]], count: int) -> list[int]:
+    """`count` token ids of plain sentences, the same on both sides."""
+    chosen = random.Random(0)
+    text = ""
+    ids: list[int] = []
+    while len(ids) < count:
+        for _ in range(max(8, count // 8)):
+            text += _SENTENCE.format(
+                chosen.choice(_THINGS), chosen.randrange(999), chosen.randrange(1500, 2000)
+            )
+        ids = tokenize(text)
+    return ids[:count]
+
+
+def _answers(engine: Any, shared: list[int], options: argparse.Namespace) -> Iterator[Any]:
+    """Results of `generate`, each with a new tail; both sides get the same ones."""
+    chosen = random.Random(1)
+    settings = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
+    if options.mode is not None:
+        settings["mode"] = options.mode
+    while True:
+        result = engine.generate(shared + chosen.choices(shared, k=options.tail_tokens), **settings)
+        if result.cached_tokens * 2 < len(shared):
+            raise WorkerError(
+                f"only {result.cached_tokens} of {len(shared)} tokens that were read before came from the "
+                "cache, so this is no warm prompt"
+            )
+        yield result
+
+
+def _warm(results: list[Any]) -> dict[str, Any]:
+    """Time to the first token."""
+    return {
+        "benchmark": "warm",
+        "ttft_ms": statistics.median(result.ttft_ms for result in results),
+        "cached_tokens": min(result.cached_tokens for result in results),
+    }
+
+
+def _decode(results: list[Any]) -> dict[str, Any]:
+    """Time per token behind the first one."""
+    times = [(result.total_ms - result.ttft_ms) / (result.generated_tokens - 1) for result in results]
+    return {
+        "benchmark": "decode",
+        "ms_per_token": statistics.median(times),
+        "generated_tokens": min(result.generated_tokens for result in results),
+        "cached_tokens": min(result.cached_tokens for result in results),
+    }
+
+
+OWN = {"warm": _warm, "decode": _decode}
+
+
+# --- being told what to do -----------------------------------------------------------------------
+
+
+def main() -> None:
+    """Say what was imported, then measure once per line until there are no more."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries and child processes print must not get between the answers
+
+    def answer(produce: Callable[[], dict[str, Any]]) -> bool:
+        try:
+            reply, is_good = produce(), True
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever it is, the other process must hear of it
+            traceback.print_exc()
+            reply, is_good = {"error": _in_one_line(error)}, False
+        answers.write(json.dumps(reply) + "\n")
+        return is_good
+
+    name, *arguments = sys.argv[1:]
+    measures: list[Measure] = []
+
+    def prepare() -> dict[str, Any]:
+        measures.append(own_measure(name, arguments) if name in OWN else command_measure([name, *arguments]))
+        return {"prepared": name}
+
+    def measure() -> dict[str, Any]:
+        gc.collect()
+        return {"record": measures[0]()}
+
+    if not answer(_what_was_imported) or not sys.stdin.readline() or not answer(prepare):
+        return
+    while sys.stdin.readline():
+        if not answer(measure):
+            return
+
+
+def _what_was_imported() -> dict[str, Any]:
+    import kvboost
+
+    return {"imported": kvboost.__file__}
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, WorkerError) or type(error).__module__.startswith("kvboost"):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()
