@@ -179,7 +179,7 @@ class PromptReader:
     def read(self, prompt: Prompt, salt: str = "", *, warming: bool = False) -> TokenizedPrompt:
         """Tokenize `prompt`. With `warming`, leave out what only the end of a prompt has."""
         if isinstance(prompt, str):
-            ids = self._encode(prompt, add_special_tokens=True)
+            ids = self._encode(prompt, add_special_tokens=True, what="prompt")
             if warming:
                 ids = self._without_trailing_special(ids, prompt)
             text = prompt
@@ -200,18 +200,20 @@ class PromptReader:
 
         Text is encoded together with the prompt's, where that leaves the prompt's own tokens as they are.
         """
-        ids: list[int]
+        ids: list[int] = []
+        what = "continuation"
         if not isinstance(continuation, str):
             ids = self._checked_ids(continuation).tolist()
-        elif isinstance(prompt, str):
-            joined = self._encode(prompt + continuation, add_special_tokens=True)
-            joined = self._without_trailing_special(joined, prompt + continuation)
-            size = len(tokens)
-            kept = len(joined) > size and joined[:size] == tokens.token_ids.tolist()
-            ids = joined[size:] if kept else self._encode(continuation, add_special_tokens=False)
         else:
-            ids = self._encode(continuation, add_special_tokens=False)
-        self._check(np.asarray(ids, dtype=np.int64), "continuation")
+            _check_text(continuation, f"the {what}")
+            if isinstance(prompt, str):
+                joined = self._encode(prompt + continuation, add_special_tokens=True, what=what)
+                joined = self._without_trailing_special(joined, prompt + continuation)
+                size = len(tokens)
+                kept = len(joined) > size and joined[:size] == tokens.token_ids.tolist()
+                ids = joined[size:] if kept else []
+            ids = ids or self._encode(continuation, add_special_tokens=False, what=what)
+        self._check(np.asarray(ids, dtype=np.int64), what)
         return ids
 
     def remember_answer(self, text: str, token_ids: Sequence[int], salt: str) -> None:
@@ -233,9 +235,16 @@ class PromptReader:
         """The text of generated ids, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        with self._encoding:
-            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    def _encode(self, text: str, *, add_special_tokens: bool, what: str = "chat") -> list[int]:
+        """The ids of `text`, which an error calls `what`."""
+        _check_text(text, f"the {what}")
+        try:
+            with self._encoding:
+                encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        except MemoryError:
+            raise
+        except Exception as error:  # tokenizers raise what they like
+            raise InvalidRequestError(f"the tokenizer refused the {what}: {error}") from error
         return list(encoded["input_ids"])
 
     def _spelled(self, token_ids: Sequence[int]) -> str:
@@ -401,5 +410,22 @@ def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
             raise InvalidRequestError(f'message {index} must be a mapping with "role" and "content"')
         if not isinstance(message["content"], str) or not isinstance(message["role"], str):
             raise InvalidRequestError(f"message {index} must have text as its role and content")
+        for part in ("role", "content"):
+            _check_text(message[part], f"the {part} of message {index}")
         messages.append(dict(message))
     return messages
+
+
+def _check_text(text: str, what: str) -> None:
+    """Refuse what is a string and no text: halves of surrogate pairs, which nothing can encode."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise InvalidRequestError(
+            f"{what} has half of a surrogate pair ({half}) at character {error.start}, "
+            "which no tokenizer can read; decode the bytes that it came from with errors='replace', or pass "
+            "text.encode('utf-16', 'surrogatepass').decode('utf-16', errors='replace')"
+        ) from error
