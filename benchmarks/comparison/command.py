@@ -18,6 +18,7 @@ from rich.table import Table
 
 from .checkouts import Checkout, CheckoutError, opened
 from .ratios import (
+    CONFIDENCE,
     METHOD,
     Comparison,
     NothingToCompareError,
@@ -232,7 +233,8 @@ def _table(comparisons: Sequence[Comparison], exceeded: Sequence[str]) -> Table:
 def _explanation(comparison: Comparison) -> str:
     ratios = comparison.ratios
     coverage = median_interval(ratios)[2]
-    return f"Interval: {METHOD}, {coverage:.0%} for the median of {len(ratios)} pairs."
+    text = f"Interval: {METHOD}, {coverage:.0%} for the median of {len(ratios)} pairs."
+    return text if coverage >= CONFIDENCE else f"{text} Too few for {CONFIDENCE:.0%}: take six or more."
 
 
 def main() -> NoReturn:
