@@ -49,6 +49,14 @@ class CostEstimate:
         )
 
 
+def _head_dim(config: Any) -> int | None:
+    """As the config says; None where it does not, or says another one for every layer."""
+    try:
+        return getattr(config, "head_dim", None)
+    except RuntimeError:  # transformers' word for an attribute that differs from layer to layer
+        return None
+
+
 class ForwardCosts:
     """The cost of forwards of one model."""
 
@@ -57,7 +65,7 @@ class ForwardCosts:
         vocabulary = config.vocab_size
         inner = sum(p.numel() for p in model.parameters() if p.shape[:1] != (vocabulary,))
         heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim = _head_dim(config) or config.hidden_size // heads
         layers = config.num_hidden_layers
         self._pair = 4 * heads * head_dim * layers / max(2 * inner, 1)
         self._layers = layers

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from kvboost.arena import Arena, KVLayout, RowRange, row_blocks
-from kvboost.compat import probing, rotary_modules, text_config
+from kvboost.compat import (
+    SUPPORTED_ARCHITECTURES,
+    architecture_of,
+    probing,
+    rotary_modules,
+    text_config,
+)
+from kvboost.windows import windows_of
 
 GATED_REASON = "gated: rope changes with length"
 LENGTH_REASON = "exact reuse only: rope changes with length"
@@ -104,15 +111,11 @@ def _dynamic_modules(model: Any) -> Iterator[Any]:
 
 def approximate_limit_tokens(model: Any) -> int | None:
     """Longest prompt whose keys may be moved: the smallest sliding window in use; None = no limit."""
-    config = text_config(model)
-    window = getattr(config, "sliding_window", None)
-    windows = window if isinstance(window, (list, tuple)) else [window]
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:  # newer configs name the kind of every layer
-        in_use = any("sliding" in str(kind) for kind in layer_types)
-    else:
-        in_use = bool(getattr(config, "use_sliding_window", True))
-    return min((int(size) for size in windows if size), default=None) if in_use else None
+    learned = windows_of(model)
+    if learned.layers:
+        return learned.smallest
+    named = getattr(text_config(model), "sliding_window", None)  # the masks are not seen; this is careful
+    return named if isinstance(named, int) and named < learned.range_tokens else None
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,10 @@ def learn_rotation(model: Any, layout: KVLayout) -> KeyRotation | str:
     """
     if exact_range_tokens(model) is not None:
         return LENGTH_REASON
+    learned = windows_of(model)
+    was_tested = architecture_of(model) in SUPPORTED_ARCHITECTURES  # honours the masks that it is given
+    if learned.refusal and not (learned.is_own_attention and was_tested):
+        return f"exact reuse only: {learned.refusal}"
     turns = _known_turns(model)
     if not turns:
         return "exact reuse only: the model has no rotary frequencies"

@@ -10,7 +10,7 @@ Knows slots of a cache and positions of tokens, no cache and no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -83,11 +83,18 @@ class RowPattern:
     """The rows of one packed forward: what each of their queries sees.
 
     `slots` and `positions` `[n]` say where the KV of the new tokens goes, and where they stand in their rows.
-    Feeds of rows that share something should be neighbours.
+    Feeds of rows that share something should be neighbours. `windows` says how many tokens a token sees, by
+    attention module; None = all of them.
     """
 
-    def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
+    def __init__(
+        self,
+        feeds: Sequence[Feed],
+        device: torch.device,
+        windows: Mapping[torch.nn.Module, int | None],
+    ) -> None:
         self.feeds = tuple(feeds)
+        self._windows = windows
         self.tokens = sum(feed.tokens for feed in feeds)
         self.device = device
         self._starts = np.cumsum([0, *(feed.tokens for feed in feeds)]).tolist()
@@ -157,7 +164,7 @@ class RowPattern:
 
         Returns `[1, n, heads, head_dim]`.
         """
-        layer = _Layer(query, key, value, scaling, extra.get("sliding_window"))
+        layer = _Layer(query, key, value, scaling, self._windows[module])
         if not is_plain(dropout, extra):
             return self._row_by_row(module, layer, dropout, extra), None
         for index, feed in enumerate(self.feeds):

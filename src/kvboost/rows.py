@@ -16,13 +16,19 @@ import numpy as np
 import torch
 
 from kvboost import attention
-from kvboost.arena import Arena, Packed
-from kvboost.compat import eval_mode, text_config
+from kvboost.arena import Arena, KVLayout, Packed
+from kvboost.compat import probing, text_config
+from kvboost.errors import UnsupportedModelError
 from kvboost.row_attention import Feed, RowPattern, Stretch
+from kvboost.windows import windows_of
 
 # Tokens of one forward, on a CPU and on a GPU, and the logits that it may give, in elements.
 _MAX_TOKENS = {False: 2048, True: 8192}
 _MAX_LOGITS = 1 << 26
+# The text of a trial at load, and the largest window that it outgrows.
+_TRIAL_TOKENS = 16
+SMALL_WINDOW = 128
+LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 class Segment:
@@ -149,8 +155,8 @@ def _forward(
             rows.append((index, first - silent, end - first))
             wanted.append(np.arange(at + first - start, at + end - start))
         at += end - start
-    pattern = RowPattern(feeds, device)
-    keep = torch.from_numpy(np.concatenate(wanted)).to(device) if wanted else 1
+    pattern = RowPattern(feeds, device, windows_of(model).by_module)
+    keep: torch.Tensor | int = torch.from_numpy(np.concatenate(wanted)).to(device) if wanted else 1
     with torch.no_grad(), arena.scatter_at(pattern.slots), attention.patterned(model, pattern):
         output = model(
             input_ids=torch.from_numpy(np.concatenate(ids)).to(device).unsqueeze(0),
@@ -160,9 +166,14 @@ def _forward(
             use_cache=True,
             logits_to_keep=keep,
         )
+    logits = output.logits[0]
+    if isinstance(keep, torch.Tensor) and len(logits) != len(
+        keep
+    ):  # a model that knows no `logits_to_keep` gives them all
+        logits = logits[keep]
     done = 0
     for index, first, count in rows:
-        yield RowLogits(index, first, output.logits[0, done : done + count])
+        yield RowLogits(index, first, logits[done : done + count])
         done += count
 
 
@@ -179,37 +190,64 @@ def _feed(segment: Segment, tokens: int) -> Feed:
 
 
 def can_run(model: Any, arena: Arena) -> bool:
-    """Whether every layer of the model lets the rows' attention stand in for its own.
+    """Whether the model gives every row what it would give it alone; `why_not` says why it does not."""
+    return not why_not(model, arena.layout)
 
-    Leaves the first slot of the arena overwritten.
+
+def why_not(model: Any, layout: KVLayout) -> str:
+    """Why the rows' attention cannot stand in for the model's own; "" where it can.
+
+    It is tried on rows of a short text, which is longer than the model's window where that is small.
     """
-    calls: list[int] = []
-
-    class _Counting(RowPattern):
-        def attend(self, *args: Any) -> tuple[torch.Tensor, None]:
-            calls.append(1)
-            return super().attend(*args)
-
-    device = model.get_input_embeddings().weight.device
-    segment = Segment(0, 1)
-    segment.length = 1
-    pattern = _Counting([Feed(segment.stretch, 1)], device)
-    arena.set_length(arena.capacity)
+    learned = windows_of(model)
+    if learned.refusal:
+        return learned.refusal
     try:
-        with (
-            eval_mode(model),
-            torch.no_grad(),
-            arena.scatter_at(pattern.slots),
-            attention.patterned(model, pattern),
-        ):
-            model(
-                input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
-                position_ids=pattern.positions.unsqueeze(0),
-                attention_mask=torch.zeros(1, 1, 1, 1, dtype=arena.slabs[0].dtype, device=device),
-                past_key_values=arena,
-                use_cache=True,
-                logits_to_keep=torch.zeros(1, dtype=torch.long, device=device),
-            )
-    except Exception:  # whatever a model does with such a call, it runs its rows one by one then
-        return False
-    return len(calls) == len(arena.layers)
+        with probing(model, "running rows of one text together"):
+            difference = _difference(model, layout, trial_tokens(learned.smallest))
+    except UnsupportedModelError as error:  # its rows run one by one then
+        return str(error)
+    tolerance = LOGIT_TOLERANCE.get(layout.slabs[0].dtype, 1e-1)
+    if not difference <= tolerance:
+        return f"rows that run together give other logits: off by {difference:.2g} of {tolerance:.0e}"
+    return ""
+
+
+def trial_tokens(window: int | None) -> int:
+    """How long a text must be to show what a window does, where that costs little."""
+    return _TRIAL_TOKENS if window is None or window > SMALL_WINDOW else window + _TRIAL_TOKENS
+
+
+def trial_ids(model: Any, tokens: int) -> np.ndarray:
+    """Some text of `tokens` tokens `[tokens]`."""
+    return np.arange(tokens, dtype=np.int64) * 7919 % int(text_config(model).vocab_size)
+
+
+def _difference(model: Any, layout: KVLayout, tokens: int) -> float:
+    """How far rows behind a shared start are from one plain forward over their text, relatively.
+
+    One row has several new tokens, two have one each.
+    """
+    ids = trial_ids(model, tokens)
+    device = model.get_input_embeddings().weight.device
+    whole = model(input_ids=torch.from_numpy(ids).to(device).unsqueeze(0), use_cache=False).logits[0].float()
+    half = tokens // 2
+    arena = Arena(layout, tokens + 2)
+    shared = Segment(0, half)
+    long = Segment(half, tokens - half, (shared,))
+    singles = [Segment(tokens + number, 1, (shared,), clean=True) for number in (0, 1)]
+    got, want = [], []
+    for step in (
+        [Extension(shared, ids[:half])],
+        [
+            Extension(long, ids[half:], tokens - half),
+            *(Extension(one, ids[half : half + 1]) for one in singles),
+        ],
+    ):
+        ends = [extension.segment.end + len(extension.token_ids) for extension in step]
+        for number, first, logits in extend(model, arena, step):
+            start = ends[number] - step[number].wanted + first
+            got.append(logits.float())
+            want.append(whole[start : start + len(logits)])
+    expected = torch.cat(want)
+    return float((torch.cat(got) - expected).norm() / expected.norm().clamp_min(1e-6))

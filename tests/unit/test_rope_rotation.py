@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -530,20 +529,3 @@ def test_the_limit_is_the_window_in_use(architecture: str, expected: int | None)
 )
 def test_a_window_that_no_layer_uses_is_no_limit(architecture: str, changes: dict[str, Any]) -> None:
     assert approximate_limit_tokens(tiny_model(architecture, **changes)) is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
-        ({"sliding_window": 64, "use_sliding_window": False}, None),
-        ({"sliding_window": 64, "use_sliding_window": True}, 64),
-        ({"sliding_window": [256, None, 128]}, 128),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
-        ({"sliding_window": 64, "layer_types": ["full_attention"]}, None),
-    ],
-)
-def test_configs_of_other_shapes(fields: dict[str, Any], expected: int | None) -> None:
-    config = SimpleNamespace(**fields)
-    config.get_text_config = lambda **_: config
-    assert approximate_limit_tokens(SimpleNamespace(config=config)) == expected

@@ -193,7 +193,7 @@ def test_lanes_go_together_where_they_may_be_read() -> None:
         return row_attention.Feed(row_attention.Stretch(start, length, 0), 1, (), room)
 
     def sizes(*feeds: row_attention.Feed) -> list[int]:
-        return [len(each.owns) for each in row_attention.RowPattern(feeds, torch.device("cpu"))._lanes]
+        return [len(each.owns) for each in row_attention.RowPattern(feeds, torch.device("cpu"), {})._lanes]
 
     assert sizes(feed(0, 3, 40), feed(40, 9, 40), feed(80, 1, 40)) == [3]
     assert sizes(feed(0, 3, 3), feed(40, 9, 40), feed(80, 1, 40)) == [1, 2]
