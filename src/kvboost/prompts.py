@@ -172,6 +172,11 @@ class PromptReader:
         self._encoding = threading.Lock()  # fast tokenizers fail where two threads encode at once
 
     @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that it reads with."""
+        return self._tokenizer
+
+    @property
     def answers_bytes(self) -> int:
         """Memory that remembered answers take."""
         return self._answers.size_bytes

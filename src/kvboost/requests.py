@@ -5,13 +5,17 @@ Knows prompts, options and the model's limits, no cache.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvboost import decode, rope
 from kvboost.decode import Decoded, GenerationOptions, Watch
@@ -22,6 +26,15 @@ from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
 from kvboost.settings import choice
 
 _MAX_SEED = 2**63
+_WITH_STATE = ("logits_processor", "stopping_criteria")  # a caller's own; they may note what they have seen
+# Parts of them that are shared and not copied: they are large, or they are there to be shared.
+_BY_REFERENCE = (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    threading.Event,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
 
 
 class Request:
@@ -140,6 +153,73 @@ class ScoreRequest(Request):
         )
 
 
+class OwnCopies(Mapping[str, Any]):
+    """Options of a call for many prompts: whoever takes its logits processors and stopping criteria gets new
+    ones, as the caller's were at the call. They are copied when they are taken: prompts that wait hold none.
+
+    Models, tokenizers, weights and events are shared with the caller's; functions have no copies.
+    """
+
+    def __init__(self, options: Mapping[str, Any], *shared: Any) -> None:
+        given = {name: _checked_items(name, options[name]) for name in _WITH_STATE if options.get(name)}
+        self._shared = _by_reference([*shared, *(part for items in given.values() for part in _parts(items))])
+        self._originals = self._copied(given)
+        self._options = {**options, **self._originals}
+        self._untaken: dict[str, list[Any]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._originals:
+            return self._options[name]
+        if name not in self._untaken:  # all of them together: they may know each other
+            self._untaken = self._copied(self._originals)
+        return self._untaken.pop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def _copied(self, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        memo = dict(self._shared)
+        return {name: [_copy_of(name, item, memo) for item in items] for name, items in lists.items()}
+
+
+def _checked_items(name: str, items: Any) -> list[Any]:
+    if not isinstance(items, Iterable):
+        raise InvalidRequestError(f"{name} must be a list, got {type(items).__name__}; pass a list of one")
+    return list(items)
+
+
+def _parts(items: Iterable[Any]) -> list[Any]:
+    """What the attributes of `items` hold, as far as it is not to be copied."""
+    held = [part for item in items for part in getattr(item, "__dict__", {}).values()]
+    weights = [weight for part in held if isinstance(part, torch.nn.Module) for weight in part.parameters()]
+    return [part for part in held if isinstance(part, _BY_REFERENCE)] + weights
+
+
+def _by_reference(parts: Iterable[Any]) -> dict[int, Any]:
+    """A memo for deepcopy that leaves `parts` as they are, and all that a model consists of."""
+    memo = {}
+    for part in parts:
+        memo[id(part)] = part
+        if isinstance(part, torch.nn.Module):
+            memo |= {id(each): each for each in (*part.modules(), *part.parameters(), *part.buffers())}
+    return memo
+
+
+def _copy_of(name: str, item: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(item, memo)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever its parts say about being copied
+        raise InvalidRequestError(
+            f"the {name} {type(item).__name__} may have a state: every prompt needs its own, and it cannot be "
+            f"copied ({error}); pass one that copy.deepcopy can copy, or call generate for each prompt"
+        ) from error
+
+
 class RequestReader:
     """Checks prompts and options against what the model can do."""
 
@@ -185,7 +265,7 @@ class RequestReader:
     ) -> list[Request]:
         """Requests with the same options, called together at `started`; number i draws from `seed` + i.
 
-        An error names the prompt that is wrong.
+        Each has logits processors and stopping criteria of its own. An error names the prompt that is wrong.
         """
         if options.get("streamer") is not None:
             raise InvalidRequestError(
@@ -193,8 +273,11 @@ class RequestReader:
             )
         checked_mode = choice(GenerationMode, "mode", mode)
         checked = decode.read_options(self._model, max_new_tokens, temperature, do_sample, seed, options)
+        if len(_checked_list(prompts)) > 1 and any(options.get(name) for name in _WITH_STATE):
+            shared = (self._model, self._prompts.tokenizer)
+            checked = dataclasses.replace(checked, call_options=OwnCopies(checked.call_options, *shared))
         requests = []
-        for index, prompt in enumerate(_checked_list(prompts)):
+        for index, prompt in enumerate(prompts):
             own = checked
             if seed is not None:
                 own = dataclasses.replace(checked, seed=(seed + index) % _MAX_SEED)
