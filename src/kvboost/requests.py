@@ -215,8 +215,8 @@ def _copy_of(name: str, item: Any, memo: dict[int, Any]) -> Any:
         raise
     except Exception as error:  # whatever its parts say about being copied
         raise InvalidRequestError(
-            f"the {name} {type(item).__name__} may have a state: every prompt needs its own, and it cannot be "
-            f"copied ({error}); pass one that copy.deepcopy can copy, or call generate for each prompt"
+            f"the {name} {type(item).__name__} may have a state: every prompt needs its own, and it cannot "
+            f"be copied ({error}); pass one that copy.deepcopy can copy, or call generate for each prompt"
         ) from error
 
 

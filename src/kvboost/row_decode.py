@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode as DecodingKind
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -23,13 +23,26 @@ from transformers.generation.stopping_criteria import (
 
 from kvboost.decode import Decoded, GenerationOptions, finish_reason
 
+# How generate would run, and what it would return: a row has its cache, and takes nothing but tokens.
+_NOT_FOR_ROWS: dict[str, Any] = {
+    "use_cache": False,
+    "cache_implementation": None,
+    "prefill_chunk_size": None,
+    "token_healing": False,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
+
 
 def why_alone(options: GenerationOptions) -> str:
     """Why a request with these options needs transformers' own loop; empty where it does not."""
     kind = options.config.get_generation_mode(options.call_options.get("assistant_model"))
     if kind not in (DecodingKind.GREEDY_SEARCH, DecodingKind.SAMPLE):
         return str(kind.value).replace("_", " ")
-    if (options.config.guidance_scale or 1) != 1 or "negative_prompt_ids" in options.call_options:
+    if options.config.guidance_scale not in (None, 1) or "negative_prompt_ids" in options.call_options:
         return "guidance"
     return ""
 
@@ -112,15 +125,16 @@ def _as_generate_would(
         return logits_processor, stopping_criteria
 
     extra = dict(options.call_options)
-    config = options.config
+    config = copy.deepcopy(options.config)
+    for name, value in _NOT_FOR_ROWS.items():
+        setattr(config, name, value)
     if config.stop_strings:  # a decoding function of one's own is not given the tokenizer that they need
-        config = copy.deepcopy(config)
         config.stop_strings = None
         stops = StopStringCriteria(tokenizer, options.config.stop_strings)
         extra["stopping_criteria"] = StoppingCriteriaList([*(extra.get("stopping_criteria") or []), stops])
     if (allowed := extra.get("prefix_allowed_tokens_fn")) is not None:
         extra["prefix_allowed_tokens_fn"] = lambda _row, ids: allowed(index, ids)
-    made: tuple[LogitsProcessorList, StoppingCriteriaList] = model.generate(
+    made: tuple[LogitsProcessorList, StoppingCriteriaList] = _handle(model, config).generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         generation_config=config,
@@ -128,3 +142,14 @@ def _as_generate_would(
         **extra,
     )
     return made
+
+
+def _handle(model: Any, config: GenerationConfig) -> Any:
+    """A second handle on the model's modules, whose generation config is `config` and nothing else.
+
+    transformers fills in what is unset from the model's own, and adapters hand theirs on to the model inside.
+    """
+    inside = getattr(model, "get_base_model", None)
+    handle = copy.copy(inside() if inside is not None else model)
+    handle.__dict__["generation_config"] = config
+    return handle
