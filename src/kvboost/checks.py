@@ -19,6 +19,7 @@ from kvboost import decode, rope
 from kvboost.arena import Arena, KVLayout
 from kvboost.compat import SUPPORTED_ARCHITECTURES, architecture_of
 from kvboost.documents import plain_text
+from kvboost.errors import InvalidRequestError
 from kvboost.models import GenerationMode, GenerationResult, PastKVType
 from kvboost.namespace import Namespace
 from kvboost.prompt_assembler import PromptAssembler
@@ -39,6 +40,8 @@ _PROBE_TOKENS = 180
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 _CLASSIFIED_TOKENS = 8
 _LONE_TOKEN = 10  # a single token may be this many times further off than all together
+# Settings under which stored KV is what the model computed, cut at equal sizes. All others go with them.
+_PLAIN: dict[str, Any] = {"kv_cache_bits": 16, "overlap_k": 0, "sink_tokens": 0, "chunk_boundary_window": 0}
 
 
 class Verifiable(Protocol):
@@ -128,11 +131,32 @@ def run_checks(
         if blamed:
             found = [Check(name, _KINDS[name], None, f"not judged, since {blamed[0]} is wrong")]
         else:
-            found = run(engine, asked)
+            found = _run(name, run, engine, asked)
         for check in found:
             if done.get(check.name) is None or done[check.name].passed is not False:
                 done[check.name] = check
     yield from (done[name] for name in _KINDS if name in done)
+
+
+def _run(
+    name: str,
+    run: Callable[[Verifiable, Any], list[Check]],
+    engine: Verifiable,
+    asked: Sequence[Sequence[int]],
+) -> list[Check]:
+    """What `run` finds. A part that raises is wrong, but for lack of memory and what an engine refuses."""
+    try:
+        return run(engine, asked)
+    except (InvalidRequestError, MemoryError, torch.OutOfMemoryError) as error:
+        return [Check(name, _KINDS[name], None, f"not judged: {_told(error)}")]
+    except (
+        Exception
+    ) as error:  # whatever the model, its cache or our kernels raise: the report names the part
+        return [Check(name, _KINDS[name], False, f"raised {_told(error)}")]
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 # --- the numbers -----------------------------------------------------------------------------
@@ -327,7 +351,7 @@ def _batches(engine: Verifiable, _asked: Any) -> list[Check]:
     ids = some_text(engine, _PROBE_TOKENS)
     half = len(ids) // 2
     prompts = [ids[: half + 1], ids[: half + len(ids) // 4], ids]
-    with engine.reopened(kv_cache_bits=16, overlap_k=0, bit_exact=False) as fresh:
+    with engine.reopened(**_PLAIN, bit_exact=False) as fresh:
         results = [result.token_ids for result in fresh.generate_batch(prompts, 8)]
         expected = [fresh.generate(prompt, 8, GenerationMode.BASELINE).token_ids for prompt in prompts]
     same = sum(a == b for a, b in zip(results, expected, strict=True))
@@ -337,11 +361,11 @@ def _batches(engine: Verifiable, _asked: Any) -> list[Check]:
 def _bit_exact(engine: Verifiable, _asked: Any) -> list[Check]:
     """Logits of a cold and a warm run in bit-exact mode."""
     ids = some_text(engine, 2 * engine.chunk_size + 40)
-    with engine.reopened(kv_cache_bits=16, overlap_k=0, bit_exact=True) as fresh:
+    with engine.reopened(**_PLAIN, bit_exact=True) as fresh:
         cold, warm, plain = (
             _first_logits(fresh, ids, mode) for mode in ("prefix_cache", "prefix_cache", "baseline")
         )
-        reused = fresh.generate(ids, 1, "prefix_cache").cached_tokens
+        reused = fresh.generate(ids, 1, "prefix_cache", min_new_tokens=0).cached_tokens
     if not reused:
         return [Check("bit-exact", EXACT, None, "the model has no room for a whole block to reuse")]
     equal = torch.equal(cold, warm) and torch.equal(cold, plain)
@@ -351,7 +375,7 @@ def _bit_exact(engine: Verifiable, _asked: Any) -> list[Check]:
 
 def _first_logits(engine: Verifiable, ids: list[int], mode: str) -> torch.Tensor:
     recorder = Recorder()
-    engine.generate(ids, 1, mode, logits_processor=LogitsProcessorList([recorder]))
+    engine.generate(ids, 1, mode, min_new_tokens=0, logits_processor=LogitsProcessorList([recorder]))
     return recorder.rows[0]
 
 
@@ -408,7 +432,7 @@ def _quantized(engine: Verifiable, _asked: Any) -> list[Check]:
     """The error of reuse from fewer bits: this engine's, or 8."""
     bits = engine.kv_cache_bits if engine.is_quantized else 8
     ids = some_text(engine, 3 * _PROBE_TOKENS)
-    with engine.reopened(kv_cache_bits=bits, overlap_k=0, bit_exact=False) as fresh:
+    with engine.reopened(**{**_PLAIN, "kv_cache_bits": bits}, bit_exact=False) as fresh:
         fresh.warm(ids)
         kl = ReuseTrial(fresh, np.asarray(ids), 16).measure("nothing", 0.0).kl
     bound = max_kl(engine, QUANTIZED)
@@ -427,7 +451,7 @@ def _approximate(engine: Verifiable, _asked: Any) -> list[Check]:
     first, second, tail = ids[:third], ids[third : 2 * third], ids[2 * third :]
     if third < 64:
         return [Check("moved text", APPROXIMATE, None, "the model has no room for text to be moved")]
-    with engine.reopened(kv_cache_bits=16, overlap_k=0, sink_tokens=0, bit_exact=False) as fresh:
+    with engine.reopened(**_PLAIN, bit_exact=False) as fresh:
         fresh.warm(first + second)
         trial = ReuseTrial(fresh, np.asarray(second + first + tail), 16)
         guided, complete = trial.measure("guided", 0.15), trial.measure("all", 1.0)

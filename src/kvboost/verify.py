@@ -136,7 +136,7 @@ def verify(
 ) -> CorrectnessReport:
     """Answer the prompts both ways, and check the engine's parts. None = one prompt of our own."""
     started = time.perf_counter()
-    asked = _read(engine, prompts)
+    asked = _read(engine, prompts, max_new_tokens)
     steps = len(asked) + 1
     answered = []
     for number, ids in enumerate(asked):
@@ -158,13 +158,21 @@ def verify(
     )
 
 
-def _read(engine: Verifiable, prompts: Sequence[Prompt] | None) -> list[list[int]]:
+def _read(engine: Verifiable, prompts: Sequence[Prompt] | None, max_new_tokens: int) -> list[list[int]]:
     """The prompts as token ids; an error names the one that is wrong."""
     if prompts is None:
         return [some_text(engine, _SYNTHETIC_TOKENS)]
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise InvalidRequestError("prompts must be a list of at least one prompt, or None for one of our own")
-    return [_tokenized(engine, index, prompt) for index, prompt in enumerate(prompts)]
+    asked = [_tokenized(engine, index, prompt) for index, prompt in enumerate(prompts)]
+    for index, ids in enumerate(asked):
+        needed, room = len(ids) + max_new_tokens, engine.max_positions
+        if room is not None and needed > room:
+            raise InvalidRequestError(
+                f"prompt {index}: prompt and max_new_tokens need {needed} positions "
+                f"({len(ids)} + {max_new_tokens}), the model has {room}"
+            )
+    return asked
 
 
 def _tokenized(engine: Verifiable, index: int, prompt: Prompt) -> list[int]:
