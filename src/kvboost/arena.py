@@ -159,10 +159,15 @@ def probe_layout(model: Any) -> KVLayout:
         for layer in cache.layers
         if isinstance(getattr(layer, "keys", None), torch.Tensor)
     ]
-    if len(pairs) != expected or any(key.shape[-2] != 2 for key, _ in pairs):
+    if len(pairs) != expected:
         raise UnsupportedModelError(
             f"{type(model).__name__} filled {len(pairs)} of {expected} cache layers with the KV of two "
             "tokens; kvboost needs one key and value tensor per layer and token"
+        )
+    if kept := [key.shape[-2] for key, _ in pairs if key.shape[-2] != 2]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} put the KV of {kept[0]} tokens into a cache layer when it read two; "
+            "kvboost needs one key and value tensor per layer and token"
         )
     return KVLayout.of(tuple(pairs))
 
