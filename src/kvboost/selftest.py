@@ -25,6 +25,10 @@ from kvboost.windows import Windows, kept_by_own_cache, windows_of
 def check_exactness(model: Any, layout: KVLayout) -> None:
     """Compare logits of one forward with those of several over an arena, as requests run them."""
     learned = windows_of(model)
+    if learned.is_otherwise:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} may give other KV where a prompt is cut elsewhere: {learned.refusal}"
+        )
     kept = [
         own if own is not None and own < learned.range_tokens else None for own in kept_by_own_cache(model)
     ]

@@ -41,6 +41,7 @@ class Windows:
     range_tokens: int
     refusal: str = ""
     is_own_attention: bool = False  # no layer calls transformers' attention interface
+    is_otherwise: bool = False  # a mask shows something else: chunks, what the text decides, what comes later
 
     @property
     def smallest(self) -> int | None:
@@ -117,7 +118,12 @@ def _read(seen: Sequence[tuple[torch.nn.Module, torch.Tensor | None]], cached: i
     refusals: list[str] = []
     for number, (module, mask) in enumerate(seen):
         if id(mask) not in known:
-            known[id(mask)] = _window(mask, cached)
+            try:
+                known[id(mask)] = _window(mask, cached)
+            except _UnknownMaskError as error:
+                reason = f"the mask of layer {number} {error}"
+                otherwise = isinstance(error, _OtherMaskError)
+                return Windows((), WeakKeyDictionary(), cached, reason, is_otherwise=otherwise)
         window, problem = known[id(mask)]
         if problem:
             refusals.append(f"the mask of layer {number} {problem}")
@@ -128,13 +134,21 @@ def _read(seen: Sequence[tuple[torch.nn.Module, torch.Tensor | None]], cached: i
     return Windows(tuple(layers), by_module, cached, next(iter(refusals), ""))
 
 
+class _UnknownMaskError(Exception):
+    """There is no mask `[1, 1, n, tokens]` to be read."""
+
+
+class _OtherMaskError(_UnknownMaskError):
+    """A mask that shows neither everything before a token nor a window of it."""
+
+
 def _window(mask: torch.Tensor | None, cached: int) -> tuple[int | None, str]:
     """The window of a mask, and what else it does; "" = nothing."""
     tokens = cached + _TOKENS
     if mask is None:
-        return None, "is left to the attention function"
+        raise _UnknownMaskError("is left to the attention function")
     if mask.dim() != 4 or mask.shape[0] != 1 or mask.shape[2:] != (_TOKENS, tokens):
-        return None, f"has the shape {tuple(mask.shape)}, expected {(1, 1, _TOKENS, tokens)}"
+        raise _UnknownMaskError(f"has the shape {tuple(mask.shape)}, expected {(1, 1, _TOKENS, tokens)}")
     visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
     first = int(visible[0, 0, 0].to(torch.uint8).argmax())
     window = None if first == 0 else cached + 1 - first
@@ -144,7 +158,7 @@ def _window(mask: torch.Tensor | None, cached: int) -> tuple[int | None, str]:
     if window is not None:
         expected &= keys > queries - window
     if not bool((visible == expected).all()):
-        return None, "is neither causal nor a sliding window"
+        raise _OtherMaskError("is neither causal nor a sliding window")
     if mask.dtype != torch.bool and bool((mask.masked_fill(~visible, 0) != 0).any()):
         return window, "adds a bias to what is seen"
     return window, ""

@@ -107,6 +107,7 @@ def test_a_name_that_is_not_in_force_is_no_window() -> None:
 
 @from_5_on
 def test_a_mask_that_adds_something_takes_neither_path() -> None:
+    """Doge weighs the tokens that it sees."""
     model = build("doge")
     learned = windows_of(model)
     assert "adds a bias" in learned.refusal
@@ -114,6 +115,17 @@ def test_a_mask_that_adds_something_takes_neither_path() -> None:
     reason = learn_rotation(model, probe_layout(model))
     assert isinstance(reason, str)
     assert "adds a bias" in reason
+
+
+@from_5_on
+def test_what_the_text_decides_is_refused_however_late_it_begins(make_engine: MakeEngine) -> None:
+    """Doge that leaves out tokens behind the first 500 of them: no short text can show it."""
+    model = build("doge", keep_window_size=500, sliding_window=None)
+    assert windows_of(model).layers == ()
+    with pytest.raises(
+        UnsupportedModelError, match="the mask of layer 0 is neither causal nor a sliding window"
+    ):
+        make_engine(model=model)
 
 
 @from_5_on

@@ -150,6 +150,11 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_l
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _GEMMA_4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {
+        "encoder_hash_byte_group_vocab": 500,
+        "encoder_config": {"hidden_size_global": WIDTH},
+        "decoder_config": {"hidden_size_global": WIDTH},
+    },
     "cohere_compass_text": {
         "layer_types": _MIXED,
         "rope_parameters": {
@@ -158,7 +163,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "dbrx": {
-        "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": EXPERTS, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
@@ -173,8 +178,27 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4": {"text_config": _GEMMA_4},
     "gemma4_text": _GEMMA_4,
+    "laguna": {"layer_types": _MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 2},
+    "mellum": {"layer_types": _MIXED},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+        "index_n_heads": KV_HEADS,
+    },
+    "ministral3": {  # queries grow with their position, behind the first 64
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "qwen4_exp": {"text_config": {"indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_kv_heads": 1}},
     "qwen4_exp_text": {"indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_kv_heads": 1},
     "reformer": {
@@ -183,6 +207,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_head_size": 16,
     },
     "roc_bert": {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
+    "smollm3": {"layer_types": _MIXED},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM},
+    "zamba2": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM},
     "zaya": {"num_experts_per_tok": 1},
 }
 
