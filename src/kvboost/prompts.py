@@ -210,7 +210,7 @@ class PromptReader:
         if not isinstance(continuation, str):
             ids = self._checked_ids(continuation).tolist()
         else:
-            _check_text(continuation, f"the {what}")
+            check_text(continuation, f"the {what}")
             if isinstance(prompt, str):
                 joined = self._encode(prompt + continuation, add_special_tokens=True, what=what)
                 joined = self._without_trailing_special(joined, prompt + continuation)
@@ -242,7 +242,7 @@ class PromptReader:
 
     def _encode(self, text: str, *, add_special_tokens: bool, what: str = "chat") -> list[int]:
         """The ids of `text`, which an error calls `what`."""
-        _check_text(text, f"the {what}")
+        check_text(text, f"the {what}")
         try:
             with self._encoding:
                 encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -416,12 +416,12 @@ def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
         if not isinstance(message["content"], str) or not isinstance(message["role"], str):
             raise InvalidRequestError(f"message {index} must have text as its role and content")
         for part in ("role", "content"):
-            _check_text(message[part], f"the {part} of message {index}")
+            check_text(message[part], f"the {part} of message {index}")
         messages.append(dict(message))
     return messages
 
 
-def _check_text(text: str, what: str) -> None:
+def check_text(text: str, what: str) -> None:
     """Refuse what is a string and no text: halves of surrogate pairs, which nothing can encode."""
     if text.isascii():
         return

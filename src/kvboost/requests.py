@@ -22,7 +22,7 @@ from kvboost.decode import Decoded, GenerationOptions, Watch
 from kvboost.errors import InvalidRequestError
 from kvboost.models import GenerationMode, GenerationResult, Origin, ScoreResult, Span
 from kvboost.namespace import Namespace
-from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt
+from kvboost.prompts import Prompt, PromptReader, TokenizedPrompt, check_text
 from kvboost.settings import choice
 
 _MAX_SEED = 2**63
@@ -161,7 +161,7 @@ class OwnCopies(Mapping[str, Any]):
     """
 
     def __init__(self, options: Mapping[str, Any], *shared: Any) -> None:
-        given = {name: _checked_items(name, options[name]) for name in _WITH_STATE if options.get(name)}
+        given = {name: list(options[name]) for name in _WITH_STATE if options.get(name)}
         self._shared = _by_reference([*shared, *(part for items in given.values() for part in _parts(items))])
         self._originals = self._copied(given)
         self._options = {**options, **self._originals}
@@ -183,12 +183,6 @@ class OwnCopies(Mapping[str, Any]):
     def _copied(self, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         memo = dict(self._shared)
         return {name: [_copy_of(name, item, memo) for item in items] for name, items in lists.items()}
-
-
-def _checked_items(name: str, items: Any) -> list[Any]:
-    if not isinstance(items, Iterable):
-        raise InvalidRequestError(f"{name} must be a list, got {type(items).__name__}; pass a list of one")
-    return list(items)
 
 
 def _parts(items: Iterable[Any]) -> list[Any]:
@@ -248,6 +242,7 @@ class RequestReader:
     ) -> Request:
         """One request, called at `started`."""
         checked_mode = choice(GenerationMode, "mode", mode)
+        options = _checked_options(options)
         checked = decode.read_options(self._model, max_new_tokens, temperature, do_sample, seed, options)
         return self._request(prompt, namespace, checked_mode, checked, started)
 
@@ -272,6 +267,7 @@ class RequestReader:
                 "a streamer takes one answer; use stream, or stream_many for many prompts"
             )
         checked_mode = choice(GenerationMode, "mode", mode)
+        options = _checked_options(options)
         checked = decode.read_options(self._model, max_new_tokens, temperature, do_sample, seed, options)
         if len(_checked_list(prompts)) > 1 and any(options.get(name) for name in _WITH_STATE):
             shared = (self._model, self._prompts.tokenizer)
@@ -343,6 +339,28 @@ class RequestReader:
     def is_gated(self, tokens: int) -> bool:
         """Whether the model's rope changes before so many tokens, so that nothing may be reused."""
         return self._exact_range is not None and tokens > self._exact_range
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with those refused that transformers would take, and fail over in the middle of a run."""
+    checked = dict(options)
+    for name in _WITH_STATE:
+        own = checked.get(name)
+        if own is None:
+            continue
+        if not isinstance(own, Sequence) or not all(callable(each) for each in own):
+            raise InvalidRequestError(
+                f"{name} must be a list of callables, got {type(own).__name__}; pass a list of one"
+            )
+    stops = checked.get("stop_strings")
+    if stops is not None:
+        stops = [stops] if isinstance(stops, str) else stops
+        if not isinstance(stops, Sequence) or not all(isinstance(each, str) for each in stops):
+            raise InvalidRequestError(f"stop_strings must be a text or a list of texts, got {stops!r}")
+        for index, text in enumerate(stops):
+            check_text(text, f"stop string {index}")
+        checked["stop_strings"] = list(stops) or None
+    return checked
 
 
 def _checked_list(prompts: Any, what: str = "prompts") -> Sequence[Prompt]:

@@ -117,3 +117,17 @@ def test_what_a_tokenizer_raises_is_told() -> None:
         reader.read_continuation("abc", reader.read("abc"), "7")
     with pytest.raises(InvalidRequestError, match="tokenizer refused the chat: WordLevel error"):
         reader.read([{"role": "user", "content": "7"}])
+
+
+@pytest.mark.parametrize("call", ["generate", "generate_batch"])
+def test_stop_strings_that_are_no_text(make_engine: MakeEngine, call: str) -> None:
+    engine = make_engine()
+    prompt: Any = "ask" if call == "generate" else ["ask", "again"]
+    with pytest.raises(InvalidRequestError, match=r"stop string 1 .* at character 1\b"):
+        getattr(engine, call)(prompt, 2, stop_strings=["fine", "x\ud800"])
+    for wrong in (7, [7], [None], {"a": 1}.items()):
+        with pytest.raises(InvalidRequestError, match="stop_strings must be a text or a list of texts"):
+            getattr(engine, call)(prompt, 2, stop_strings=wrong)
+    for none in ([], (), None):
+        assert getattr(engine, call)(prompt, 2, stop_strings=none)
+    assert getattr(engine, call)(prompt, 2, stop_strings="x")

@@ -176,8 +176,12 @@ def test_what_cannot_be_copied_is_refused_by_name(make_engine: MakeEngine, how: 
 
 @pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
 def test_what_is_no_list_is_refused(make_engine: MakeEngine, name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{name} must be a list"):
-        make_engine().generate_batch(PROMPTS, 2, **{name: Spells([70])})
+    engine = make_engine()
+    for wrong in (Spells([70]), lambda _ids, scores: scores, [7], "text"):
+        with pytest.raises(InvalidRequestError, match=f"{name} must be a list of callables"):
+            engine.generate_batch(PROMPTS, 2, **{name: wrong})
+        with pytest.raises(InvalidRequestError, match=f"{name} must be a list of callables"):
+            engine.generate(PROMPTS[0], 2, **{name: wrong})
 
 
 def test_nothing_is_copied_before_its_prompt_runs(make_engine: MakeEngine) -> None:
