@@ -139,6 +139,8 @@ class InferenceEngine:
         check_model_compatibility(model, strict=strict)
         if (reason := structural_refusal(model)) is not None:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
+        if overlap_k and (reason := rope.scattered_refusal(model)):
+            raise InvalidRequestError(f"overlap_k must be 0 on {type(model).__name__}: {reason}")
         if overlap_k and (window := rope.approximate_limit_tokens(model)) is not None:
             raise InvalidRequestError(
                 f"overlap_k must be 0 on {type(model).__name__}: its sliding window of {window} tokens "
@@ -158,7 +160,7 @@ class InferenceEngine:
             if not bit_exact:
                 linears.pack(model, pack_weights)
             check_exactness(model, self.layout)
-            self._can_run_rows = rows.can_run(model, Arena(self.layout, 1))
+            self._why_no_rows = rows.why_not(model, self.layout)
             self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
         self.codec = KVCodec(
             self.layout, settings.bits, device=torch.device("cpu") if cache_device == "cpu" else None
@@ -442,7 +444,8 @@ class InferenceEngine:
                 logits_to_keep=len(request.continuation),
             )
         scores = Scores(request)
-        scores.add(request.limit, output.logits[0])
+        # models that know no `logits_to_keep` give all of them
+        scores.add(request.limit, output.logits[0, -len(request.continuation) :])
         return scores.result(spans, self._reader.decode(request.continuation))
 
     def _read_all(
@@ -472,8 +475,8 @@ class InferenceEngine:
             return "bit-exact mode" if self.bit_exact else "overlap encoding"
         if self._requests.is_gated(request.needed):
             return rope.GATED_REASON
-        if not self._can_run_rows:
-            return "the model's attention cannot be replaced"
+        if self._why_no_rows:
+            return self._why_no_rows
         return row_decode.why_alone(request.options)
 
     def running_batch(self, max_rows: int | None = None, prompt_tokens: int | None = None) -> RowLoop:

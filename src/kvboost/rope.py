@@ -118,6 +118,13 @@ def approximate_limit_tokens(model: Any) -> int | None:
     return named if isinstance(named, int) and named < learned.range_tokens else None
 
 
+def scattered_refusal(model: Any) -> str:
+    """Why a forward over scattered positions, with masks of ours, is not the model's own; "" = it is."""
+    learned = windows_of(model)
+    was_tested = architecture_of(model) in SUPPORTED_ARCHITECTURES  # honours the masks that it is given
+    return "" if learned.is_own_attention and was_tested else learned.refusal
+
+
 @dataclass(frozen=True)
 class Turn:
     """How the keys of a layer turn per position: pair number i by `inv_freq[i]` radians.
@@ -230,10 +237,8 @@ def learn_rotation(model: Any, layout: KVLayout) -> KeyRotation | str:
     """
     if exact_range_tokens(model) is not None:
         return LENGTH_REASON
-    learned = windows_of(model)
-    was_tested = architecture_of(model) in SUPPORTED_ARCHITECTURES  # honours the masks that it is given
-    if learned.refusal and not (learned.is_own_attention and was_tested):
-        return f"exact reuse only: {learned.refusal}"
+    if reason := scattered_refusal(model):
+        return f"exact reuse only: {reason}"
     turns = _known_turns(model)
     if not turns:
         return "exact reuse only: the model has no rotary frequencies"

@@ -20,7 +20,7 @@ from kvboost.arena import Arena, KVLayout, Packed
 from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
 from kvboost.row_attention import Feed, RowPattern, Stretch
-from kvboost.windows import windows_of
+from kvboost.windows import windows_now, windows_of
 
 # Tokens of one forward, on a CPU and on a GPU, and the logits that it may give, in elements.
 _MAX_TOKENS = {False: 2048, True: 8192}
@@ -199,7 +199,7 @@ def why_not(model: Any, layout: KVLayout) -> str:
 
     It is tried on rows of a short text, which is longer than the model's window where that is small.
     """
-    learned = windows_of(model)
+    learned = windows_now(model)
     if learned.refusal:
         return learned.refusal
     try:

@@ -19,12 +19,12 @@ from kvboost.arena import Arena, KVLayout
 from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
 from kvboost.rows import LOGIT_TOLERANCE, SMALL_WINDOW, trial_ids, trial_tokens
-from kvboost.windows import Windows, kept_by_own_cache, windows_of
+from kvboost.windows import Windows, kept_by_own_cache, windows_now
 
 
 def check_exactness(model: Any, layout: KVLayout) -> None:
     """Compare logits of one forward with those of several over an arena, as requests run them."""
-    learned = windows_of(model)
+    learned = windows_now(model)
     if learned.is_otherwise:
         raise UnsupportedModelError(
             f"{type(model).__name__} may give other KV where a prompt is cut elsewhere: {learned.refusal}"

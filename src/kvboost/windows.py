@@ -49,15 +49,22 @@ class Windows:
         return min((window for window in self.layers if window is not None), default=None)
 
 
-_LEARNED: WeakKeyDictionary[torch.nn.Module, Windows] = WeakKeyDictionary()
+_LEARNED: WeakKeyDictionary[torch.nn.Module, tuple[Any, Windows]] = WeakKeyDictionary()
 
 
 def windows_of(model: Any) -> Windows:
     """What the layers of `model` see; measured the first time, when the caller holds the model lock."""
-    learned = _LEARNED.get(model)
-    if learned is None:
-        learned = _LEARNED[model] = _learn(model)
-    return learned
+    kept = _LEARNED.get(model)
+    return kept[1] if kept is not None else windows_now(model)
+
+
+def windows_now(model: Any) -> Windows:
+    """The same, measured again where the model's config or its modules are others than before."""
+    made_of = (text_config(model).to_dict(), [id(module) for module in model.modules()])
+    kept = _LEARNED.get(model)
+    if kept is None or kept[0] != made_of:
+        kept = _LEARNED[model] = (made_of, _learn(model))
+    return kept[1]
 
 
 def _learn(model: Any) -> Windows:

@@ -76,7 +76,7 @@ def test_shared_starts_are_computed_once_and_equal_forwards_are_shared(make_engi
     prompts = [start + random_ids(10, 50 + i) for i in range(5)]
     pairs = [(prompt, [30 + each]) for prompt in prompts for each in range(4)]
     fed: list[int] = []
-    assert engine._can_run_rows
+    assert not engine._why_no_rows
     engine.model.register_forward_pre_hook(
         lambda _m, _a, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
     )

@@ -74,9 +74,9 @@ def test_transformers_4_is_refused_with_the_measured_difference(
 def test_a_window_by_mask_runs_in_rows(make_engine: MakeEngine) -> None:
     """PhiMoE's mask is an ordinary window, so nothing is lost; Doge's depends on the data."""
     engine = make_engine(model=build("phimoe"))
-    assert engine._can_run_rows
+    assert not engine._why_no_rows
     assert windows_of(engine.model).layers == (WINDOW,) * 4
-    assert not make_engine(model=build("doge"))._can_run_rows
+    assert make_engine(model=build("doge"))._why_no_rows
 
 
 @from_5_on
@@ -137,6 +137,18 @@ def test_large_windows_are_learned_at_the_price_of_a_step() -> None:
     assert time.perf_counter() - started < 5.0
     longer = build("phimoe", sliding_window=4096, max_position_embeddings=4000)
     assert windows_of(longer).layers == (None,) * 4, "a window longer than the range never matters"
+
+
+def test_a_window_that_is_changed_is_learned_again(make_engine: MakeEngine) -> None:
+    model = tiny_model("mistral")
+    make_engine(model=model)
+    assert windows_of(model).layers == (WINDOW,) * 3
+    model.config.sliding_window = 50
+    for layer in model.model.layers:
+        if hasattr(layer.self_attn, "sliding_window"):
+            layer.self_attn.sliding_window = 50
+    make_engine(model=model)
+    assert windows_of(model).layers == (50,) * 3
 
 
 @from_5_on
