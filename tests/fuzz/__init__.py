@@ -1,0 +1,1 @@
+"""A fuzzer: random requests on one model that changes all the time, compared with its own generate."""

@@ -1,0 +1,26 @@
+"""A short run of the fuzzer with fixed seeds. `make soak` has ten minutes of it; see docs/contributing.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.hunt import hunt
+from tests.fuzz.machine import GROUPS, REQUESTS, chosen_groups
+from tests.fuzz.subject import KINDS
+
+pytestmark = pytest.mark.exactness
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_on_a_model_that_changes(kind: str) -> None:
+    tally = hunt(KINDS.index(kind), examples=7, steps=40, kinds=[kind], groups=chosen_groups())
+    assert tally.near_ties <= tally.checks // 50
+    if chosen_groups() == GROUPS:
+        assert tally.checks > 50
+        assert tally.hits > 10
+        assert tally.changes > 50
+
+
+def test_requests_on_a_model_that_stays() -> None:
+    tally = hunt(11, examples=8, steps=40, groups=frozenset(REQUESTS) - {"ambient"})
+    assert tally.hits > 100
