@@ -9,7 +9,7 @@ differences between transformers' cache interfaces. It does not know where KV co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -218,6 +218,8 @@ class ArenaLayer(CacheLayerMixin):
             self._values.index_copy_(2, target, value_states)
             self._arena.check_stop(self._index)
             return self.keys, self.values
+        if self._index == 0 and self._arena.written_by is not None:
+            self._arena.written_by()
         end = self.length + key_states.shape[-2]
         if end > self._arena.capacity:
             self._arena.grow(end)
@@ -267,8 +269,9 @@ class Arena(Cache):
         self.layout = layout
         self.scatter_positions: torch.Tensor | None = None
         self.stop_after_layer: tuple[int, Exception] | None = None
+        self.written_by: Callable[[], None] | None = None  # told of every forward that appends
         self.slabs = [
-            torch.zeros(batch, spec.rows, capacity, spec.head_dim, dtype=spec.dtype, device=spec.device)
+            _zeros((batch, spec.rows, capacity, spec.head_dim), spec.dtype, spec.device)
             for spec in layout.slabs
         ]
         super().__init__(layers=[ArenaLayer(self, index) for index in range(len(layout.layers))])
@@ -345,7 +348,7 @@ class Arena(Cache):
         larger = []
         for slab in self.slabs:
             batch, rows, old, dim = slab.shape
-            target = torch.zeros(batch, rows, capacity, dim, dtype=slab.dtype, device=slab.device)
+            target = _zeros((batch, rows, capacity, dim), slab.dtype, slab.device)
             target[:, :, :old] = slab
             larger.append(target)
         self._replace(larger)
@@ -365,8 +368,15 @@ class Arena(Cache):
             layer.bind()
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that outlives the call: never an inference tensor, which only inference mode may write to."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def own_copy(view: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A contiguous copy on `device` that keeps no larger storage alive (pinned next to a GPU)."""
     pin = device.type == "cpu" and view.device.type == "cuda"
-    copy = torch.empty(view.shape, dtype=view.dtype, device=device, pin_memory=pin)
+    with torch.inference_mode(False):
+        copy = torch.empty(view.shape, dtype=view.dtype, device=device, pin_memory=pin)
     return copy.copy_(view)

@@ -7,6 +7,9 @@ in transformers' attention interface under a name of ours and switched on only w
 runs a forward, and only on models whose own implementation is sdpa; whatever it does not know is
 passed on to transformers' own sdpa function.
 
+The name stands in the model's config meanwhile, where other threads and copies of the model meet it: for
+them it is nothing but the model's own attention. Ours acts in the context of the forward alone.
+
 While a `QueryPattern` is in force (a forward over scattered positions), queries go through in blocks
 that see only the keys up to their last position, and their attention probabilities can be observed.
 Knows no cache and no engine.
@@ -18,13 +21,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvboost.compat import sdpa_attention_function, sdpa_mask_function, text_config
+from kvboost import locks
+from kvboost.compat import attention_function, mask_function, text_config
 from kvboost.partial_attention import merged, partial_attention
 
 NAME = "kvboost_folded"
@@ -288,7 +293,7 @@ class QueryPattern:
 
 
 _PATTERN: ContextVar[Pattern | None] = ContextVar("kvboost_query_pattern", default=None)
-_OWN: ContextVar[str] = ContextVar("kvboost_own_attention", default="sdpa")
+_OWN: ContextVar[str | None] = ContextVar("kvboost_own_attention", default=None)  # None: no forward of ours
 
 
 def pass_on(
@@ -303,7 +308,8 @@ def pass_on(
     extra: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """The model's own attention, for what ours does not know."""
-    output = _own_function(module)(
+    own = "eager" if _OWN.get() == "eager" else "sdpa"
+    output = _own_function(module, own)(
         module,
         query,
         key,
@@ -317,50 +323,121 @@ def pass_on(
     return output[0], None
 
 
-def _own_function(module: torch.nn.Module) -> Callable[..., Any]:
-    """What computes the model's attention where ours does not: its eager function, or sdpa."""
-    if _OWN.get() == "eager":
+def _own_function(module: torch.nn.Module, own: str) -> Callable[..., Any]:
+    """What computes the model's attention where ours does not: its eager function, or a registered one."""
+    if own == "eager":
         eager: Callable[..., Any] | None = getattr(
             sys.modules[type(module).__module__], "eager_attention_forward", None
         )
         if eager is not None:
             return eager
-    function: Callable[..., Any] = sdpa_attention_function()
+        own = "sdpa"
+    function: Callable[..., Any] = attention_function(own)
     return function
+
+
+def _attend(
+    module: torch.nn.Module, *args: Any, own: str, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What stands under our names: our attention in a forward of ours, else the model's own as it is."""
+    if _OWN.get() is None:
+        result: tuple[torch.Tensor, torch.Tensor | None] = _own_function(module, own)(module, *args, **kwargs)
+        return result
+    return folded_attention(module, *args, **kwargs)
+
+
+# --- the name in the config ----------------------------------------------------------------------
+
+
+class _Borrowed(str):
+    """Our name while it stands in a model's config. A copy of the config gets the model's own name."""
+
+    own: str
+
+    def __deepcopy__(self, _memo: object) -> str:
+        return self.own
+
+    def __copy__(self) -> str:
+        return self.own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.own,)
+
+
+_NAMES: dict[str, _Borrowed] = {}  # by the model's own implementation
+_naming = locks.fork_safe_lock()
+_SWITCHED: list[tuple[Any, Any]] = []  # configs that hold our name now, with what stood there
+
+
+def _name_over(own: str) -> _Borrowed:
+    """Our name for models whose own implementation is `own`; without "flash", which has a meaning."""
+    with _naming:
+        if own not in _NAMES:
+            number = len(_NAMES)
+            name = _Borrowed(
+                NAME if own == "sdpa" else f"kvboost_{number}_{own if own == 'eager' else 'other'}"
+            )
+            name.own = own
+            AttentionInterface.register(name, partial(_attend, own=own))
+            AttentionMaskInterface.register(name, mask_function(own))
+            _NAMES[own] = name
+        return _NAMES[own]
+
+
+def own_name(name: Any) -> Any:
+    """The model's own attention implementation, where `name` stands in its config."""
+    if isinstance(name, _Borrowed):
+        return name.own
+    return next((own for own, ours in _NAMES.items() if ours == name), name)
+
+
+@contextmanager
+def _switched(model: Any) -> Iterator[None]:
+    """Inside, the model's attention is called under our name, and this context is a forward of ours."""
+    config = text_config(model)
+    before = config._attn_implementation
+    own = str(own_name(before))
+    entry = (config, before)
+    active = _OWN.set(own)
+    _SWITCHED.append(entry)
+    try:
+        config._attn_implementation = _name_over(own)
+        yield
+    finally:
+        config._attn_implementation = before
+        with _naming:
+            _SWITCHED[:] = [each for each in _SWITCHED if each is not entry]
+        _OWN.reset(active)
+
+
+def _restore_all() -> None:
+    """In the child of a fork nobody runs a forward."""
+    for config, before in reversed(_SWITCHED):
+        config._attn_implementation = before
+    _SWITCHED.clear()
+
+
+locks.undo_in_child(_restore_all)
 
 
 @contextmanager
 def patterned(model: Any, pattern: Pattern) -> Iterator[None]:
     """Run forwards inside over the scattered positions of `pattern`, whatever the model's attention is."""
-    AttentionInterface.register(NAME, folded_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask_function())
-    config = text_config(model)
-    before = config._attn_implementation
-    own = _OWN.set(_OWN.get() if before == NAME else str(before))
-    config._attn_implementation = NAME
     active = _PATTERN.set(pattern)
     try:
-        yield
+        with _switched(model):
+            yield
     finally:
         _PATTERN.reset(active)
-        _OWN.reset(own)
-        config._attn_implementation = before
 
 
 def can_engage(model: Any) -> bool:
     """Whether the folded function may stand in for the model's own attention."""
-    return bool(text_config(model)._attn_implementation == "sdpa")
+    return bool(own_name(text_config(model)._attn_implementation) == "sdpa")
 
 
 @contextmanager
 def folded(model: Any) -> Iterator[None]:
     """Run the model with folded attention inside; restore its own implementation afterwards."""
-    AttentionInterface.register(NAME, folded_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask_function())
-    config = text_config(model)
-    before = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
+    with _switched(model):
         yield
-    finally:
-        config._attn_implementation = before

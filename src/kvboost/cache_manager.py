@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from kvboost.content_matching import ChainMatch, ChunkMatch, RunMatch, find_chai
 from kvboost.disk_ledger import DiskLedger
 from kvboost.errors import InvalidRequestError, UnstorableKVError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
+from kvboost.locks import fork_safe_rlock
 from kvboost.miss_reasons import divergence_of
 from kvboost.models import (
     CachedChunk,
@@ -80,6 +80,7 @@ class StoreReport:
     stored_keys: list[str] = field(default_factory=list)
     present: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    is_refused: bool = False  # as a whole: it must not be stored
 
 
 class KVCacheManager:
@@ -102,7 +103,7 @@ class KVCacheManager:
         self._usage = Usage()
         self._counts: Counter[str] = Counter()
         self.load: Callable[[Sequence[KeptChunk]], Mapping[str, StoredKV]] | None = None  # from disk
-        self._lock = threading.RLock()
+        self._lock = fork_safe_rlock(around_data=True)
         self.on_disk = DiskLedger(self._store, self._lock)
 
     # --- finding -----------------------------------------------------------------------------
@@ -567,6 +568,15 @@ class KVCacheManager:
                 self._store.drop_with_all_behind(self._store.entries[victim].node)
             self._store.evicted.clear()
             self._store.prune_roots()
+
+    def drop_all(self) -> None:
+        """Forget everything that nobody is using, pinned or not."""
+        with self._lock:
+            for key, entry in self._store.entries.items():
+                if entry.pins:
+                    self._store.shield(key, -entry.pins)
+                    entry.pins = 0
+            self.clear()
 
     def pin(self, tokens: TokenIds | np.ndarray, namespace: Namespace = ROOT) -> int:
         """Keep the stored chunks of `tokens` from eviction; returns how many tokens they hold."""

@@ -12,20 +12,22 @@ import dataclasses
 import functools
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode as DecodingKind
 
 from kvboost import attention, linears
 from kvboost.compat import ASSISTED_FEEDS_WHOLE_PROMPT
 from kvboost.errors import InvalidRequestError
+from kvboost.locks import model_lock
 
 _CALL_OPTIONS = frozenset(
     {
@@ -55,6 +57,22 @@ _REFUSED_OPTIONS: dict[str, str] = {
     "token_healing": "it rewrites the prompt after it was looked up",
     "generation_config": "pass its fields as options",
 }
+# What a model's own generation config may ask for and the form of our answers has no room for.
+_NEUTRAL: dict[str, Any] = {
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "num_return_sequences": 1,
+    "max_length": None,
+    "prefill_chunk_size": None,
+}
+# Decoding that no longer comes with transformers, and what asks for it.
+_GONE_KINDS = ("contrastive_search", "dola_generation", "group_beam_search", "constrained_beam_search")
+# With these a cache holds what the model computed; with others ("quantized") it holds less.
+_LOSSLESS_CACHES = (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window")
+_OFFLOADED = ("offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked")
 _TINY, _MANY = 1e-6, float("inf")
 _RANGES: dict[str, tuple[float, float]] = {  # what transformers takes without a word and then ignores
     "top_p": (_TINY, 1),
@@ -70,24 +88,44 @@ _RANGES: dict[str, tuple[float, float]] = {  # what transformers takes without a
 _MAX_PREFILL_TOKENS = 32_768
 _MAX_MASK_ELEMENTS = 1 << 24
 
-_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_guard = threading.Lock()
-
-
-def model_lock(model: Any) -> threading.RLock:
-    """The lock that serializes forwards of `model`, shared by all engines that use it."""
-    with _locks_guard:
-        return _locks.setdefault(model, threading.RLock())
-
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Checked options of one request, in transformers' terms."""
+    """Checked options of one request, in transformers' terms.
+
+    `config` is for runs on our cache, `stock_config` for those without: there the model's own generation
+    config decides which cache it uses, if any.
+    """
 
     config: GenerationConfig
     max_new_tokens: int
     seed: int | None
     call_options: Mapping[str, Any]
+    stock_config: GenerationConfig | None = None
+
+    @property
+    def kind(self) -> DecodingKind:
+        """How transformers decodes with these options, as it decides itself."""
+        return self.config.get_generation_mode(self.call_options.get("assistant_model"))
+
+    @property
+    def why_plain(self) -> str:
+        """Why the model must run as it is, on a cache of its own; empty where it need not."""
+        asked = (self.stock_config or self.config).cache_implementation
+        if asked not in (*_LOSSLESS_CACHES, *_OFFLOADED):
+            return f"gated: the generation config asks for a {asked} cache"
+        if self.kind is DecodingKind.ASSISTED_GENERATION and not self._is_assisted_by_others:
+            return "gated: the model assists itself"
+        return ""
+
+    @property
+    def _is_assisted_by_others(self) -> bool:
+        """Assisted by another model or by the prompt: our cache is fed each token once, as is tested."""
+        by_itself = self.config.assistant_early_exit is not None or getattr(self.config, "use_mtp", None)
+        if by_itself:
+            return False
+        by_prompt = self.config.prompt_lookup_num_tokens is not None
+        return by_prompt or self.call_options.get("assistant_model") is not None
 
     @property
     def num_rows(self) -> int:
@@ -117,7 +155,11 @@ def read_options(
         )
     if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**63):
         raise InvalidRequestError(f"seed must be an integer from 0 to 2**63 - 1, got {seed}")
-    config = copy.deepcopy(model.generation_config)
+    config = copy.deepcopy(model.generation_config) or GenerationConfig()
+    if config.token_healing:
+        raise InvalidRequestError(
+            "model.generation_config.token_healing rewrites the prompt after it was looked up; switch it off"
+        )
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     for name in options:
         if name in _REFUSED_OPTIONS:
@@ -134,7 +176,7 @@ def read_options(
         if value is not None and not low <= value <= high:
             raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value}")
     settings = {name: value for name, value in options.items() if name in fields}
-    config.update(max_new_tokens=max_new_tokens, max_length=None, do_sample=do_sample, num_return_sequences=1)
+    config.update(**_NEUTRAL, max_new_tokens=max_new_tokens, do_sample=do_sample)
     if do_sample:
         config.update(temperature=float(temperature))
     else:  # what only sampling uses would be reported as unused
@@ -154,7 +196,15 @@ def read_options(
     except ValueError as error:
         raise InvalidRequestError(f"the generation options do not fit together: {error}") from error
     call_options = {name: value for name, value in options.items() if name in _CALL_OPTIONS}
-    return GenerationOptions(config, max_new_tokens, seed, call_options)
+    stock = copy.deepcopy(config)
+    config.update(use_cache=True, cache_implementation=None, cache_config=None)
+    checked = GenerationOptions(config, max_new_tokens, seed, call_options, stock)
+    if checked.kind.value in _GONE_KINDS:
+        raise InvalidRequestError(
+            f"{checked.kind.value.replace('_', ' ')} is no longer part of transformers; leave out what asks "
+            "for it among the options and in model.generation_config"
+        )
+    return checked
 
 
 class Watch(StoppingCriteria):
@@ -196,14 +246,15 @@ def generate(
     extra["stopping_criteria"] = StoppingCriteriaList([*(extra.get("stopping_criteria") or []), watch])
     if options.config.stop_strings or "assistant_tokenizer" in extra:
         extra["tokenizer"] = tokenizer
+    config = options.config
     if cache is not None:
         extra["past_key_values"] = cache
-    with torch.no_grad(), _seeded(options.seed, device), _feeding_only_new_tokens(model, cache, options):
-        output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            generation_config=options.config,
-            **extra,
+    else:
+        config = options.stock_config or config
+    with torch.no_grad(), drawing_from(options.seed, device), _generating(model, config) as own:
+        _feed_only_new_tokens(own, cache, options)
+        output = own.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config, **extra
         )
     new_ids: list[int] = output[0, len(token_ids) :].tolist()
     first = watch.first_token_at
@@ -226,13 +277,36 @@ def finish_reason(new_ids: list[int], options: GenerationOptions, *, cancelled: 
 
 
 @contextmanager
-def _feeding_only_new_tokens(model: Any, cache: Cache | None, options: GenerationOptions) -> Iterator[None]:
+def _generating(model: Any, config: GenerationConfig) -> Iterator[Any]:
+    """A second handle on the same modules, whose generation config is `config` and nothing else.
+
+    transformers fills in what is unset from the model's own, and sets attributes on what it generates with;
+    the model that the caller knows is left alone, also while other threads use it.
+    """
+    handle = copy.copy(model)
+    handle.__dict__["generation_config"] = config
+    inner = [getattr(model, "base_model", None), getattr(getattr(model, "base_model", None), "model", None)]
+    kept = [(each, vars(each)["generation_config"]) for each in inner if "generation_config" in _fields(each)]
+    layers = getattr(model.config, "num_hidden_layers", None)
+    try:
+        yield handle
+    finally:
+        for each, own in kept:  # adapters hand theirs on to the model inside
+            each.__dict__["generation_config"] = own
+        if layers is not None and model.config.num_hidden_layers != layers:
+            model.config.num_hidden_layers = layers  # an early exit that failed in the middle
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return vars(value) if isinstance(value, torch.nn.Module) else {}
+
+
+def _feed_only_new_tokens(handle: Any, cache: Cache | None, options: GenerationOptions) -> None:
     """Let assisted decoding leave out, in its first forward, what the cache holds already."""
-    assisted = options.call_options.get("assistant_model") or options.config.prompt_lookup_num_tokens
+    assisted = options.kind is DecodingKind.ASSISTED_GENERATION
     if cache is None or not assisted or not ASSISTED_FEEDS_WHOLE_PROMPT:
-        yield
         return
-    own = model.prepare_inputs_for_generation
+    own = handle.prepare_inputs_for_generation
     held_tokens = cache.get_seq_length
 
     @functools.wraps(own)
@@ -241,22 +315,35 @@ def _feeding_only_new_tokens(model: Any, cache: Cache | None, options: Generatio
             kwargs["next_sequence_length"] = input_ids.shape[1] - held_tokens()
         return own(input_ids, *args, **kwargs)
 
-    model.prepare_inputs_for_generation = prepare
-    try:
-        yield
-    finally:
-        del model.prepare_inputs_for_generation
+    handle.__dict__["prepare_inputs_for_generation"] = prepare
+
+
+class _Drawing(TorchFunctionMode):
+    """Inside, and in this thread alone, random numbers come from a generator of its own."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.multinomial or func is torch.rand:
+            kwargs.setdefault("generator", self._generator)
+        elif func is torch.rand_like:
+            like = args[0]
+            return torch.rand(like.shape, generator=self._generator, dtype=like.dtype, device=like.device)
+        return func(*args, **kwargs)
 
 
 @contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw from `seed` inside, and leave the caller's random state as it was."""
+def drawing_from(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw from `seed` inside; the random state of other threads and of the caller is left alone."""
     if seed is None:
         yield
         return
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    with _Drawing(torch.Generator(device).manual_seed(seed)):
         yield
 
 
@@ -299,19 +386,18 @@ def next_stop(start: int, end: int, block: int | None) -> int:
 
 
 @contextmanager
-def running(model: Any, *, fast: bool) -> Iterator[None]:
-    """Hold the model for forwards, in eval mode; with `fast` on our kernels where they apply."""
-    with model_lock(model):
-        was_training = model.training
-        if was_training:
-            model.eval()
-        try:
-            with ExitStack() as kernels:
-                if fast:
-                    kernels.enter_context(linears.faster(model))
-                if fast and attention.can_engage(model):
-                    kernels.enter_context(attention.folded(model))
-                yield
-        finally:
-            if was_training:
-                model.train()
+def running(model: Any, *, fast: bool, was_read: bool = False) -> Iterator[None]:
+    """Hold the model for forwards; with `fast` on our kernels where they apply.
+
+    `was_read` says that the caller has read the model's state for this run, so that it need not be read
+    again.
+    """
+    with model_lock(model), torch.no_grad(), ExitStack() as kernels:
+        if torch.is_inference_mode_enabled():  # what is kept must be written to outside of it too
+            kernels.enter_context(torch.inference_mode(False))
+            kernels.enter_context(torch.no_grad())
+        if fast:
+            kernels.enter_context(linears.faster(model, was_read=was_read))
+        if fast and attention.can_engage(model):
+            kernels.enter_context(attention.folded(model))
+        yield

@@ -26,6 +26,7 @@ from kvboost.chunk_store import StoredChunk
 from kvboost.disk_tier import GONE, DiskEntry, DiskTier
 from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
+from kvboost.locks import fork_safe_lock
 
 TOO_SLOW = "the disk did not answer in time"
 DEFAULT_CHUNKS = 256
@@ -240,7 +241,7 @@ class _Readers:
         self._started = 0
         self._is_closed = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         for _ in range(_READERS):
             self._start()
 

@@ -12,11 +12,12 @@ import itertools
 import os
 import re
 import sqlite3
-import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from kvboost.locks import fork_safe_rlock
 
 VERSION = 1
 _COLUMNS = "key, slot, CAST(header AS BLOB), rowid"
@@ -101,7 +102,7 @@ class DiskIndex:
     def __init__(self, path: Path, owner: Owner) -> None:
         self.path = path
         self._owner = owner
-        self._lock = threading.RLock()
+        self._lock = fork_safe_rlock()
         if not path.exists():  # SQLite gives its other files the mode of this one
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._connection = self._connect()

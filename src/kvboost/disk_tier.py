@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from kvboost.disk_folder import (
 from kvboost.disk_index import VERSION, DiskIndex, IndexRow, Owner
 from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec
+from kvboost.locks import fork_safe_rlock
 from kvboost.models import CachedChunk
 from kvboost.serde import Record, RecordHeader
 from kvboost.slot_file import MOST_SLOTS, SlotFile
@@ -101,8 +101,8 @@ class DiskTier:
         self.refused: Counter[str] = Counter()
         self.evicted: list[str] = []  # keys that made room since somebody asked last
         self._codec = codec
-        self._lock = threading.RLock()  # for the entries; never held while the disk is waited for
-        self._writing = threading.RLock()
+        self._lock = fork_safe_rlock()  # for the entries; never held while the disk is waited for
+        self._writing = fork_safe_rlock()
         self._entries: dict[str, DiskEntry] = {}
         self._open_files: contextlib.ExitStack = contextlib.ExitStack()
         self._is_closed = False

@@ -25,6 +25,7 @@ import torch
 
 from kvboost import (
     calibration,
+    creeping,
     decode,
     linears,
     loading,
@@ -48,6 +49,8 @@ from kvboost.errors import InvalidRequestError, UnsupportedModelError
 from kvboost.explain import Explanation, explain_spans
 from kvboost.keeper import Keeper
 from kvboost.kv_codec import KVCodec
+from kvboost.locks import model_lock
+from kvboost.model_state import ModelState
 from kvboost.models import (
     AssemblyMode,
     GenerationMode,
@@ -61,7 +64,7 @@ from kvboost.models import (
 )
 from kvboost.namespace import Namespace, NamespaceTracker
 from kvboost.placement import Placer
-from kvboost.prepared import PreparedPrompt
+from kvboost.prepared import LENGTH_REASON, PreparedPrompt
 from kvboost.prompt_assembler import PromptAssembler, ReusePlan
 from kvboost.prompts import Prompt, PromptReader
 from kvboost.requests import Request, RequestReader, ScoreRequest
@@ -113,6 +116,7 @@ class InferenceEngine:
         cache_salt: str = "",
         prefill_block: int | None = None,
         pack_weights: bool | None = None,
+        weights_check_seconds: float | None = 60.0,
         strict: bool = True,
     ) -> None:
         settings = EngineSettings(
@@ -135,6 +139,7 @@ class InferenceEngine:
             cache_salt=cache_salt,
             prefill_block=prefill_block,
             pack_weights=pack_weights,
+            weights_check_seconds=weights_check_seconds,
         )
         check_model_compatibility(model, strict=strict)
         if (reason := structural_refusal(model)) is not None:
@@ -155,13 +160,19 @@ class InferenceEngine:
         self.bit_exact = bit_exact
         self.chunk_registry = ChunkRegistry(chunk_size, boundary_window=chunk_boundary_window)
         self._block = settings.block
-        with decode.model_lock(model):
+        with model_lock(model):
+            self._namespaces = NamespaceTracker(
+                model, self._encoding()
+            )  # checks the weights over now, not later
+            before = self._namespaces.watch.checksums()
             self.layout = probe_layout(model)
             if not bit_exact:
-                linears.pack(model, pack_weights)
+                linears.pack(model, pack_weights, self)
             check_exactness(model, self.layout)
             self._why_no_rows = rows.why_not(model, self.layout)
             self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
+            self._namespaces.watch.read()
+            self._namespaces.watch.ignore_what_forwards_change(before)
         self.codec = KVCodec(
             self.layout, settings.bits, device=torch.device("cpu") if cache_device == "cpu" else None
         )
@@ -186,13 +197,15 @@ class InferenceEngine:
             self.cache_manager,
             self.chunk_registry,
             self.codec,
+            current=self.namespace,
             text_of=tokenizer.decode,
             boundary_tokens=boundary_token_ids(text_config(model).vocab_size, tokenizer.decode)
             if self.chunk_registry.needs_boundaries
             else None,
         )
-        self._namespaces = NamespaceTracker(model, self._encoding())
-        family = self._namespaces.current(cache_salt).family  # checks the weights over now, not later
+        state = self._namespaces.watch.read()
+        self._structure, self._misfit = state.structure, ""
+        family = self._namespaces.of(state, cache_salt).family
         if recompute_ratio == "auto":
             self._use_calibration(calibration.load(family, selector))
         self._disk = self._open_disk(family)
@@ -206,9 +219,17 @@ class InferenceEngine:
             self._workspace,
             self._reader,
             self._planned,
+            self._is_current,
         )
-        self._workload = Workload(self.layout, self._serve, self._rows.generate, self.why_alone, min_rows=2)
-        self._scoring = Workload(self.layout, self._score_alone, self._rows.score, self.why_alone, min_rows=1)
+        self._workload = Workload(
+            self.layout, self._begin, self._serve, self._rows.generate, self.why_alone, min_rows=2
+        )
+        self._scoring = Workload(
+            self.layout, self._begin, self._score_alone, self._rows.score, self.why_alone, min_rows=1
+        )
+        if weights_check_seconds is not None:
+            creeping.CREEPER.add(id(self), self._namespaces.watch, model_lock(model), weights_check_seconds)
+            weakref.finalize(self, creeping.CREEPER.remove, id(self))
 
     def _open_disk(self, family: str) -> DiskCache | None:
         """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
@@ -403,23 +424,24 @@ class InferenceEngine:
         """
         started = time.perf_counter()
         workload.check_batch_tokens(max_batch_tokens)
-        namespace = self._namespaces.current(self._salt(cache_salt))
+        namespace = self._namespaces.last(self._salt(cache_salt))
         requests = self._requests.read_scores(prompts, continuations, namespace, mode, started)
         outcomes = self._scoring.outcomes(requests, loners_alone=False, max_batch_tokens=max_batch_tokens)
         return workload.collected(workload.shown(outcomes, len(requests), progress), len(requests))
 
     def _score_alone(self, request: ScoreRequest) -> ScoreResult:
         """A score by forwards of its own: without reuse, or with reuse that may need repair."""
-        gated = self._requests.is_gated(request.needed)
+        self._begin([request])
+        gated = self._why_plain(request)
         repaired = request.mode is GenerationMode.CHUNK_KV_REUSE or self.settings.overlap_k > 0
         if request.mode is GenerationMode.BASELINE or gated or self.bit_exact or not repaired:
-            reason = self.why_alone(request) or "computed alone"
-            with decode.running(self.model, fast=False):
+            reason = gated or self.why_alone(request) or "computed alone"
+            with decode.running(self.model, fast=False, was_read=True):
                 rope.reset_dynamic_frequencies(self.model)
                 return self._scored(request, None, (self._live(request, reason),))
         plan, arena = self._place(request)
         recomputed = self._repair(plan, request, arena)
-        with decode.running(self.model, fast=True):
+        with decode.running(self.model, fast=True, was_read=True):
             decode.prefill(self.model, request.token_ids, arena, request.limit)
             result = self._scored(request, arena, plan.spans(recomputed))
         self._store(request, request.prompt.token_ids, arena, plan, recomputed)
@@ -462,7 +484,7 @@ class InferenceEngine:
     ) -> list[Request]:
         started = time.perf_counter()
         workload.check_batch_tokens(max_batch_tokens)
-        namespace = self._namespaces.current(self._salt(cache_salt))
+        namespace = self._namespaces.last(self._salt(cache_salt))
         return self._requests.read_all(
             prompts, namespace, max_new_tokens, mode, temperature, do_sample, seed, options, started
         )
@@ -473,8 +495,8 @@ class InferenceEngine:
             return f"mode {request.mode.value}"
         if self.bit_exact or self.settings.overlap_k:
             return "bit-exact mode" if self.bit_exact else "overlap encoding"
-        if self._requests.is_gated(request.needed):
-            return rope.GATED_REASON
+        if why := self._why_plain(request):
+            return why
         if self._why_no_rows:
             return self._why_no_rows
         return row_decode.why_alone(request.options)
@@ -498,6 +520,8 @@ class InferenceEngine:
             self._keeper,
             self._reader,
             self._planned,
+            self._begin,
+            self._is_current,
             max_rows=max_rows,
             prompt_tokens=prompt_tokens,
         )
@@ -525,11 +549,12 @@ class InferenceEngine:
 
     def _serve(self, request: Request) -> GenerationResult:
         """The path of a request whose input was checked."""
+        self._begin([request])
         if request.mode is GenerationMode.BASELINE:
             return self._serve_baseline(request)
-        if self._requests.is_gated(request.needed):
-            self.cache_manager.count_request(reused=0, total=len(request.prompt), reason=rope.GATED_REASON)
-            return self._serve_plain(request, rope.GATED_REASON)
+        if why := self._why_plain(request):
+            self.cache_manager.count_request(reused=0, total=len(request.prompt), reason=why)
+            return self._serve_plain(request, why)
         plan, arena = self._place(request)
         run_started = time.perf_counter()
         recomputed = self._repair(plan, request, arena)
@@ -544,6 +569,45 @@ class InferenceEngine:
             prefill_seconds=decoded.first_token_at - run_started,
         )
         return self._result(request, decoded, plan.spans(recomputed))
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        """Read what the model is as these requests begin: their KV belongs to it, and to nothing else."""
+        state = self._namespaces.watch.read()
+        for request in requests:
+            request.namespace = self._namespace_of(state, request.namespace.salt)
+
+    def _namespace_of(self, state: ModelState, salt: str) -> Namespace:
+        """The namespace of a state that was just read, gated where the engine does not fit the model now."""
+        if state.structure != self._structure and not state.gated:
+            with model_lock(self.model):
+                self._misfit = self._why_misfit()
+                if not self._misfit:
+                    self._why_no_rows = rows.why_not(self.model, self.layout)
+            self._structure = state.structure
+        found = self._namespaces.of(state, salt)
+        return dataclasses.replace(found, gated=self._misfit) if self._misfit and not found.gated else found
+
+    def _why_misfit(self) -> str:
+        """Why KV of the model as it is now cannot be kept by this engine."""
+        try:
+            fits = probe_layout(self.model) == self.layout
+        except UnsupportedModelError as error:
+            return f"gated: {error}"
+        return (
+            "" if fits else "gated: the model's dtype or devices are not those that the engine was made for"
+        )
+
+    def _is_current(self, namespace: Namespace) -> bool:
+        """Whether the model is still what it was when `namespace` was read."""
+        return self.namespace(namespace.salt) == namespace
+
+    def _why_plain(self, request: Request) -> str:
+        """Why the model's own generate must answer, with nothing read or stored; empty where it need not."""
+        if request.namespace.gated:
+            return request.namespace.gated
+        return request.options.why_plain or (
+            rope.GATED_REASON if self._requests.is_gated(request.needed) else ""
+        )
 
     def _planned(self, request: Request) -> AbstractContextManager[ReusePlan]:
         """What the cache holds of the prompt, as far as the request's mode allows."""
@@ -571,7 +635,7 @@ class InferenceEngine:
         if not plan.needs_repair:
             return np.zeros(0, dtype=np.int64)
         strategy = self._approximation.strategy(plan)
-        with decode.running(self.model, fast=True):
+        with decode.running(self.model, fast=True, was_read=True):
             return repair.complete(
                 self.model, request.token_ids, arena, plan.repair_runs, strategy, end=len(request.prompt) - 1
             )
@@ -579,7 +643,7 @@ class InferenceEngine:
     def _run(self, request: Request, arena: Arena) -> Decoded:
         """Prefill what is missing and decode."""
         total = len(request.prompt)
-        with decode.running(self.model, fast=not self.bit_exact):
+        with decode.running(self.model, fast=not self.bit_exact, was_read=True):
             decode.prefill(
                 self.model, request.token_ids, arena, self._last_stop(arena.length, total), block=self._block
             )
@@ -598,7 +662,7 @@ class InferenceEngine:
 
     def _serve_baseline(self, request: Request) -> GenerationResult:
         """The model's own generate; in bit-exact mode in the same blocks as with reuse."""
-        if not self.bit_exact or self._requests.is_gated(request.needed):
+        if not self.bit_exact or self._why_plain(request):
             return self._serve_plain(request, "baseline")
         capacity = request.needed
         arena = Workspace(self.layout).take(capacity, "", request.token_ids)[0]
@@ -606,8 +670,8 @@ class InferenceEngine:
         return self._result(request, decoded, (self._live(request, "baseline"),))
 
     def _serve_plain(self, request: Request, reason: str) -> GenerationResult:
-        """Stock attention and cache, nothing read and nothing stored."""
-        with decode.running(self.model, fast=False):
+        """Stock attention and cache, the model as it stands; nothing read and nothing stored."""
+        with decode.running(self.model, fast=False, was_read=True):
             rope.reset_dynamic_frequencies(self.model)
             decoded = decode.generate(
                 self.model, self.tokenizer, request.token_ids, None, request.options, request.watch
@@ -624,11 +688,12 @@ class InferenceEngine:
         prompt = self._reader.read(text, self._salt(cache_salt), warming=True)
         total = len(prompt)
         self._requests.check_positions(position_offset + total, "position_offset and text", position_offset)
-        namespace = self._namespaces.current(self._salt(cache_salt))
+        namespace = self.namespace(cache_salt)
         end = total - total % self.chunk_size if self.bit_exact else total
         tail = total % self.chunk_size
-        if self._requests.is_gated(position_offset + total):
-            return WarmResult(0, total, self.chunk_size, tail == 0, tail, f"not kept, {rope.GATED_REASON}")
+        gated = rope.GATED_REASON if self._requests.is_gated(position_offset + total) else ""
+        if why := namespace.gated or gated:
+            return WarmResult(0, total, self.chunk_size, tail == 0, tail, f"not kept, {why}")
         report = self._warm_exact(prompt.token_ids, end, namespace, position_offset)
         return WarmResult(
             chunks_stored=report.present + report.stored,
@@ -646,7 +711,7 @@ class InferenceEngine:
             namespace = namespace.at_offset(position_offset)
         arena, already, _ = self._workspace.take(max(end, 1), namespace.key, ids)
         plan = self._placer.place(lambda: self.assembler.planned(ids, namespace, limit=end), arena, already)
-        with decode.running(self.model, fast=not self.bit_exact):
+        with decode.running(self.model, fast=not self.bit_exact, was_read=True):
             if self.settings.overlap_k:
                 self._encode_with_overlap(ids, arena, end, position_offset)
             else:
@@ -655,8 +720,9 @@ class InferenceEngine:
                 )
         self._placer.make_way(end - plan.reused)
         report = self._keeper.keep(ids[:end], arena, namespace, position_offset=position_offset)
-        self._workspace.give_back(arena, namespace.key, ids[:end])
-        self._placer.save_soon()
+        if not report.is_refused:
+            self._workspace.give_back(arena, namespace.key, ids[:end])
+            self._placer.save_soon()
         return report
 
     def _encode_with_overlap(self, ids: np.ndarray, arena: Arena, end: int, position_offset: int) -> None:
@@ -678,35 +744,39 @@ class InferenceEngine:
     def _store_answer(
         self, request: Request, decoded: Decoded, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
     ) -> None:
-        """Keep the KV of prompt and answer, as far as it was computed."""
-        salt = request.namespace.salt
-        self._reader.remember_answer(self._reader.decode(decoded.token_ids), decoded.token_ids, salt)
+        """Keep the KV of prompt and answer, as far as it was computed, and the answer's ids."""
         total = len(request.prompt)
         ids = request.token_ids
+        if arena.batch == 1:
+            ids = np.concatenate([ids, np.asarray(decoded.token_ids, dtype=np.int64)])[:-1]
+            if arena.length != len(ids):
+                self._keeper.refuse(LENGTH_REASON)
+                return
         if self.bit_exact:
             ids = ids[: total - total % self.chunk_size]
-        elif arena.batch == 1:
-            ids = np.concatenate([ids, np.asarray(decoded.token_ids, dtype=np.int64)])[: arena.length]
-        self._store(request, ids, arena, plan, recomputed)
+        if not self._store(request, ids, arena, plan, recomputed).is_refused:
+            text = self._reader.decode(decoded.token_ids)
+            self._reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
 
     def _store(
         self, request: Request, ids: np.ndarray, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
-    ) -> None:
+    ) -> StoreReport:
         """Keep the KV of `ids` `[tokens]`, which `arena` holds."""
         if self.settings.overlap_k:  # what was computed here saw more than its encoding allows
-            self._warm_exact(ids, len(ids), request.namespace, 0)
-            return
+            return self._warm_exact(ids, len(ids), request.namespace, 0)
         self._placer.make_way(len(ids) - plan.reused)
         exact = plan.first_approximate if plan.first_approximate < plan.total else len(ids)
         if exact == len(ids):
-            self._keeper.keep(ids, arena, request.namespace)
+            report = self._keeper.keep(ids, arena, request.namespace)
         else:
             changed = recomputed
             if plan.needs_repair and self._approximation.touches_all(plan):
                 changed = repair.positions_of(plan.repair_runs, exact=False)
-            self._keeper.keep_approximate(ids, arena, request.namespace, plan, changed)
-        self._workspace.give_back(arena, request.namespace.key, ids, exact)
-        self._placer.save_soon()
+            report = self._keeper.keep_approximate(ids, arena, request.namespace, plan, changed)
+        if not report.is_refused:
+            self._workspace.give_back(arena, request.namespace.key, ids, exact)
+            self._placer.save_soon()
+        return report
 
     # --- one's own generate loop -------------------------------------------------------------
 
@@ -723,40 +793,49 @@ class InferenceEngine:
             self._reader.read(prompt, salt),
             GenerationMode.PREFIX_CACHE,
             options,
-            self._namespaces.current(salt),
+            self.namespace(salt),
             time.perf_counter(),
         )
         ids = request.token_ids
         self._requests.check_positions(len(ids), "the prompt", len(ids))
-        if self._requests.is_gated(request.needed):
-            return PreparedPrompt.gated(self.model, ids, rope.GATED_REASON)
+        if why := self._why_plain(request):
+            return PreparedPrompt.gated(self.model, ids, why)
         arena = Arena(self.layout, len(ids) + max_new_tokens)
         plan = self._placer.place(
             lambda: self.assembler.planned(ids, request.namespace, limit=len(ids) - 1), arena
         )
         self.cache_manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
         if self.bit_exact:
-            with decode.running(self.model, fast=False):
+            with decode.running(self.model, fast=False, was_read=True):
                 decode.prefill(
                     self.model, ids, arena, self._last_stop(arena.length, len(ids)), block=self._block
                 )
-        return PreparedPrompt.ready(self.model, ids, arena, plan.spans(), request.namespace)
+        prepared = PreparedPrompt.ready(self.model, ids, arena, plan.spans(), request.namespace)
+        arena.written_by = prepared.check_with(self._is_current)
+        return prepared
 
     def commit(self, prepared: PreparedPrompt, output_ids: torch.Tensor | Sequence[int]) -> StoreReport:
-        """Store what `model.generate(**prepared)` computed; `output_ids` is what it returned."""
+        """Store what `model.generate(**prepared)` computed; `output_ids` is what it returned.
+
+        Nothing is stored where the model was another one meanwhile, or the cache holds something else.
+        """
         ids = prepared.computed_ids(output_ids)
         if ids is None or prepared.arena is None or prepared.namespace is None:
             return StoreReport()
+        if why := prepared.why_not_stored(ids):
+            return self._keeper.refuse(why)
         prompt_tokens = len(prepared.token_ids)
+        answer = ids[prompt_tokens:].tolist()
         if self.bit_exact:
             ids = ids[: prompt_tokens - prompt_tokens % self.chunk_size]
-        else:
-            answer = ids[prompt_tokens:].tolist()
-            self._reader.remember_answer(self._reader.decode(answer), answer, prepared.namespace.salt)
         if self.settings.overlap_k:
-            return self._warm_exact(ids, len(ids), prepared.namespace, 0)
-        report = self._keeper.keep(ids, prepared.arena, prepared.namespace)
-        self._placer.save_soon()
+            report = self._warm_exact(ids, len(ids), prepared.namespace, 0)
+        else:
+            report = self._keeper.keep(ids, prepared.arena, prepared.namespace)
+        if not report.is_refused:
+            self._placer.save_soon()
+            if not self.bit_exact:
+                self._reader.remember_answer(self._reader.decode(answer), answer, prepared.namespace.salt)
         return report
 
     # --- why, and why not --------------------------------------------------------------------
@@ -774,16 +853,18 @@ class InferenceEngine:
         salt = self._salt(cache_salt)
         tokens = self._reader.read(prompt, salt)
         ids = tokens.token_ids
-        gated = self._requests.is_gated(len(ids) + max_new_tokens)
+        namespace = self.namespace(salt)
+        by_rope = rope.GATED_REASON if self._requests.is_gated(len(ids) + max_new_tokens) else ""
+        gated = namespace.gated or by_rope
         if gated or checked_mode is GenerationMode.BASELINE:
-            reason = rope.GATED_REASON if gated else "baseline"
+            reason = gated or "baseline"
             spans: tuple[Span, ...] = (Span(0, len(ids), Origin.LIVE, reason),)
             return explain_spans(spans, ids.tolist(), self.tokenizer.decode, lambda _key: None, None)
         with_content = checked_mode is GenerationMode.CHUNK_KV_REUSE
         refusal = self._approximation.refusal(len(ids)) if with_content else ""
         plan = self.assembler.plan(
             ids,
-            self._namespaces.current(salt),
+            namespace,
             limit=len(ids) - 1,
             mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
             estimate=self._approximation.estimate,
@@ -828,14 +909,14 @@ class InferenceEngine:
     ) -> int:
         salt = self._salt(cache_salt)
         tokens = self._reader.read(text, salt, warming=True)
-        return change(tokens.token_ids, self._namespaces.current(salt))
+        return change(tokens.token_ids, self.namespace(salt))
 
     def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> int:
         """Write the whole cache to the folder `path`; returns the number of chunks.
 
         A save that is cut off leaves the one before it. `progress=None` shows a bar on a terminal.
         """
-        family = self._namespaces.current("").family
+        family = self.namespace("").family
         return snapshot.save(
             Path(path), self.cache_manager, self.codec, family, self._model_name(), progress=progress
         )
@@ -845,7 +926,7 @@ class InferenceEngine:
 
         A cache of another model or encoding is refused; damaged chunks are left out and counted.
         """
-        family = self._namespaces.current("").family
+        family = self.namespace("").family
         return snapshot.load(
             Path(path), self.cache_manager, self.codec, family, self._model_name(), progress=progress
         )
@@ -958,6 +1039,10 @@ class InferenceEngine:
         self._workspace.drop()
         if self._disk is not None:
             self._disk.close()
+        self._reader.forget_answers()
+        self.cache_manager.drop_all()
+        linears.unpack(self.model, self)
+        creeping.CREEPER.remove(id(self))
 
     def __enter__(self) -> InferenceEngine:
         return self
@@ -981,7 +1066,7 @@ class InferenceEngine:
         options: dict[str, Any],
     ) -> Request:
         started = time.perf_counter()
-        namespace = self._namespaces.current(self._salt(cache_salt))
+        namespace = self._namespaces.last(self._salt(cache_salt))
         return self._requests.read(
             prompt, namespace, max_new_tokens, mode, temperature, do_sample, seed, options, started
         )
@@ -1002,7 +1087,15 @@ class InferenceEngine:
 
     def namespace(self, cache_salt: str | None = None) -> Namespace:
         """Whose KV this engine's is: of this model, as it is now, in this encoding, under a salt."""
-        return self._namespaces.current(self._salt(cache_salt))
+        return self._namespace_of(self._namespaces.watch.read(), self._salt(cache_salt))
+
+    def weights_changed(self) -> bool:
+        """Check all weights over now, and say whether they had changed unnoticed.
+
+        A write to a whole tensor is noticed by the next request without this, one to a part of it within
+        `weights_check_seconds`; whoever writes in place and cannot wait calls it after writing.
+        """
+        return self._namespaces.watch.check_all()
 
     def _salt(self, cache_salt: str | None) -> str:
         return self.settings.cache_salt if cache_salt is None else cache_salt

@@ -1,8 +1,10 @@
 """Storing what a request computed: exact text, text computed on approximate KV, and approximate chains.
 
-Runs after the first token. Nothing that was computed while looking at approximate KV is stored as
-exact: it goes under a root of its own, where only its content is found, and the prompt as a whole
-goes into an approximate chain that borrows what is stored already. Knows no model.
+Runs after the first token, and is the one way from arenas into the store: what was computed is kept only if
+the model is still what it was when the request began, and if the arena holds as many tokens as were
+computed. Nothing that was computed while looking at approximate KV is stored as exact: it goes under a root
+of its own, where only its content is found, and the prompt as a whole goes into an approximate chain that
+borrows what is stored already. Knows no model.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from kvboost.content_matching import ChunkMatch
 from kvboost.kv_codec import KVCodec
 from kvboost.models import Loan, Patchwork
 from kvboost.namespace import Namespace
+from kvboost.prepared import CHANGED_REASON
 from kvboost.prompt_assembler import ReusePlan
 
 
 class Keeper:
-    """Puts KV from arenas into the store. A failure costs the chunks, never the answer."""
+    """Puts KV from arenas into the store. A failure costs the chunks, never the answer.
+
+    `current` gives the namespace of a salt for the model as it is now.
+    """
 
     def __init__(
         self,
@@ -31,18 +37,31 @@ class Keeper:
         registry: ChunkRegistry,
         codec: KVCodec,
         *,
+        current: Callable[[str], Namespace],
         text_of: Callable[[Sequence[int]], str],
         boundary_tokens: frozenset[int] | None = None,
     ) -> None:
         self._manager = cache_manager
         self._registry = registry
         self._codec = codec
+        self._current = current
         self._text_of = text_of
         self._boundary_tokens = boundary_tokens
 
     def cuts(self, token_ids: np.ndarray) -> list[int]:
         """Where the chunks of `token_ids` end."""
         return self._registry.cuts(token_ids.tolist(), boundary_tokens=self._boundary_tokens)
+
+    def _has_changed(self, namespace: Namespace) -> bool:
+        """Whether the model is not what it was when `namespace` was read."""
+        now = self._current(namespace.salt)
+        return now.key != namespace.content_key or bool(now.gated or namespace.gated)
+
+    def refuse(self, reason: str) -> StoreReport:
+        """Book a text that must not be stored."""
+        report = self._manager.count_failure(reason)
+        report.is_refused = True
+        return report
 
     def keep(
         self,
@@ -58,10 +77,7 @@ class Keeper:
         They were computed at positions from `position_offset` on.
         """
 
-        def between(start: int, end: int) -> Packed:
-            return arena.between(first + start, first + end)
-
-        return self.keep_from(token_ids, between, namespace, position_offset=position_offset)
+        return self.keep_from(token_ids, _from(arena, first), namespace, position_offset=position_offset)
 
     def keep_from(
         self,
@@ -72,6 +88,17 @@ class Keeper:
         position_offset: int = 0,
     ) -> StoreReport:
         """Store `token_ids` `[tokens]`; `between(start, end)` gives KV `[rows, tokens, head_dim]`."""
+        if self._has_changed(namespace):
+            return self.refuse(CHANGED_REASON)
+        return self._keep_from(token_ids, between, namespace, position_offset)
+
+    def _keep_from(
+        self,
+        token_ids: np.ndarray,
+        between: Callable[[int, int], Packed],
+        namespace: Namespace,
+        position_offset: int,
+    ) -> StoreReport:
         try:
             return self._manager.store_prefix(
                 token_ids,
@@ -92,23 +119,26 @@ class Keeper:
         namespace: Namespace,
         plan: ReusePlan,
         recomputed: np.ndarray,
-    ) -> None:
+    ) -> StoreReport:
         """Store a prompt with its answer, `token_ids` `[tokens]`, of which `plan` was reused.
 
         `recomputed` `[n]` are the reused positions whose KV is not what was found.
         """
         exact_end = min(plan.first_approximate, len(token_ids))
-        self.keep(token_ids[:exact_end], arena, namespace)
+        exact_report = self.keep(token_ids[:exact_end], arena, namespace)
+        if exact_report.is_refused:
+            return exact_report
         exact = self._manager.match_prefix(token_ids[:exact_end], namespace)
         loans = [*exact.matches, *plan.chain_pieces, *plan.moved_pieces]
         for start, end in self._live_spans(plan, exact_end, len(token_ids)):
             span = token_ids[start:end]
-            report = self.keep(span, arena, namespace.loose(), position_offset=start, first=start)
+            report = self._keep_from(span, _from(arena, start), namespace.loose(), start)
             found = self._manager.match_prefix(span, namespace.loose()).matches
             # The same words may be there from another request, with what stood around them there.
             own = [match for match in found if match.chunk.chunk_id in report.stored_keys]
             loans += [_moved(match, start) for match in own]
         self._keep_chain(token_ids, arena, namespace, loans, plan, recomputed)
+        return exact_report
 
     def _live_spans(self, plan: ReusePlan, start: int, end: int) -> list[tuple[int, int]]:
         """Stretches of `[start, end)` that were computed anew and are long enough to be found again."""
@@ -148,6 +178,11 @@ class Keeper:
             )
         except (RuntimeError, MemoryError) as error:
             self._manager.count_failure(f"{type(error).__name__} while storing")
+
+
+def _from(arena: Arena, first: int) -> Callable[[int, int], Packed]:
+    """KV `[rows, tokens, head_dim]` of an arena's positions, counted from `first` on."""
+    return lambda start, end: arena.between(first + start, first + end)
 
 
 def _moved(match: ChunkMatch, by: int) -> ChunkMatch:

@@ -408,7 +408,8 @@ def _scratch(use: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     kept: dict[tuple[str, torch.dtype], torch.Tensor] = _buffers.__dict__.setdefault("kept", {})
     buffer = kept.get((use, dtype))
     if buffer is None or buffer.numel() < like.numel():
-        buffer = torch.empty(like.numel(), dtype=dtype)
+        with torch.inference_mode(False):  # it is kept, and written to in any mode
+            buffer = torch.empty(like.numel(), dtype=dtype)
         if buffer.nbytes <= _MOST_SCRATCH_BYTES:
             kept[use, dtype] = buffer
     return buffer[: like.numel()].view(like.shape)

@@ -6,8 +6,9 @@ to twice as fast, and half as fast again where they lie in its own order. Both s
 so results agree within float error. Like the folded attention it is switched on only while the engine
 runs a forward, never for BASELINE and never in bit-exact mode. Knows no cache and no engine.
 
-Weights in oneDNN's order (`pack`) are copies: they cost as much memory as the weights again, and are
-made over when the weights change. The model itself is not touched.
+Weights in oneDNN's order (`pack`) are copies: they cost as much memory as the weights again, and are made
+over when a reading of the model's state says that the weights have changed. The model itself is not
+touched.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
+
+from kvboost import locks
+from kvboost.model_state import ModelWatch, watch_of
 
 # oneDNN makes a kernel for every number of rows that it meets, which takes milliseconds and half a megabyte
 # each. So few numbers are used: all of the smallest, then steps, to which rows are filled up. Rows that would
@@ -34,7 +39,6 @@ _STEPS = ((64, 8), (1024, 64))  # up to so many rows, multiples of this
 _MAX_FILLED_SHARE = 0.12
 _PACKED_FOR_ROWS = 16  # the order for few rows is at least as good as the plain one up to hundreds
 _MEMORY_SHARE = 8  # packed of their own accord where they take at most this part of the machine's memory
-_PROBES = 64  # values looked at per weight and request, to see changes that torch does not count
 
 Operator = Callable[..., torch.Tensor]
 
@@ -81,34 +85,49 @@ def _gives_right_numbers(operator: Operator, order: Operator) -> bool:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight in oneDNN's order, and what the weight was like when it was made."""
+    """A weight in oneDNN's order, and the revision of the weight that it was made from."""
 
     weight: torch.Tensor
-    state: tuple[Any, ...]
-    probe: np.ndarray  # some values of the original, where they lie
-    values: bytes
+    revision: int
 
-    def is_current(self, module: torch.nn.Linear) -> bool:
-        return self.state == _state(module.weight) and self.probe.tobytes() == self.values
+    def is_current(self, module: torch.nn.Linear, watch: ModelWatch) -> bool:
+        return self.revision == watch.revision_of(module.weight) != -1
 
 
 _PACKS: WeakKeyDictionary[torch.nn.Module, _Packed] = WeakKeyDictionary()
+_USERS: WeakKeyDictionary[torch.nn.Module, WeakSet[Any]] = WeakKeyDictionary()  # who wants a model's copies
 
 
-def pack(model: Any, wanted: bool | None = None) -> None:
+def pack(model: Any, wanted: bool | None = None, user: object | None = None) -> None:
     """Bring the weights of a model's plain float32 linear layers on the CPU into oneDNN's order.
 
     `None` does so where the copies take at most an eighth of the machine's memory. Engines on one model
-    share the copies.
+    share the copies; they stay until the last `user` has let go of them, or the model is gone.
     """
     modules = [module for module in model.modules() if _is_plain(module)]
     size = sum(module.weight.nbytes for module in modules)
     if wanted is None:
         wanted = size * _MEMORY_SHARE <= _memory_bytes()
     if wanted and _onednn_order() is not None:
+        if user is not None:
+            _USERS.setdefault(model, WeakSet()).add(user)
+        watch = watch_of(model)
+        watch.read()
         for module in modules:
-            if module not in _PACKS or not _PACKS[module].is_current(module):
-                _pack_one(module)
+            if module not in _PACKS or not _PACKS[module].is_current(module, watch):
+                _pack_one(module, watch)
+
+
+def unpack(model: Any, user: object) -> None:
+    """Let go of a model's copies; they are freed if nobody else wants them."""
+    users = _USERS.get(model)
+    if users is None or user not in users:
+        return
+    users.discard(user)
+    if not users:
+        _USERS.pop(model, None)
+        for module in model.modules():
+            _PACKS.pop(module, None)
 
 
 def packed_bytes(model: Any) -> int:
@@ -116,20 +135,13 @@ def packed_bytes(model: Any) -> int:
     return sum(module.weight.nbytes for module in model.modules() if module in _PACKS)
 
 
-def _pack_one(module: torch.nn.Linear) -> _Packed:
+def _pack_one(module: torch.nn.Linear, watch: ModelWatch) -> _Packed:
     order = _onednn_order()
     assert order is not None  # a pack was wanted, so it is there
-    weight = module.weight.detach()
-    flat = weight.contiguous().numpy().reshape(-1)  # a view of the weight, unless it is strided
-    probe = flat[:: max(1, flat.size // _PROBES) | 1]
-    packed = _Packed(order(weight), _state(module.weight), probe, probe.tobytes())
+    with torch.inference_mode(False):
+        packed = _Packed(order(module.weight.detach()), watch.revision_of(module.weight))
     _PACKS[module] = packed
     return packed
-
-
-def _state(weight: torch.Tensor) -> tuple[Any, ...]:
-    version = 0 if weight.is_inference() else weight._version
-    return id(weight), version, weight.data_ptr(), weight.dtype, weight.shape
 
 
 def _memory_bytes() -> int:
@@ -160,49 +172,96 @@ def _rows_used(rows: int) -> int:
     return 0
 
 
-def _faster(module: torch.nn.Linear, operator: Operator, weight: torch.Tensor) -> Operator:
-    bias = module.bias
+class _Faster:
+    """Stands in for a linear layer's forward in forwards of ours; in other threads it is the layer's own.
 
-    def forward(rows: torch.Tensor) -> torch.Tensor:
+    A copy of the layer gets the forward of its class: it must not compute with the weights of the original.
+    """
+
+    is_kvboosts = True
+
+    def __init__(self, module: torch.nn.Linear, operator: Operator, weight: torch.Tensor) -> None:
+        self._module = module
+        self._operator = operator
+        self._weight = weight
+        self._bias = module.bias
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         count = rows.numel() // rows.shape[-1]
         used = _rows_used(count)
-        if not used or rows.dtype is not torch.float32:
-            return functional.linear(rows, module.weight, bias)
+        if not used or rows.dtype is not torch.float32 or not _ACTIVE.get():
+            return functional.linear(rows, self._module.weight, self._module.bias)
         if used == count:
-            return operator(rows, weight, bias, "none", [], "")
+            return self._operator(rows, self._weight, self._bias, "none", [], "")
         filled = functional.pad(rows.reshape(count, -1), (0, 0, 0, used - count))
-        return operator(filled, weight, bias, "none", [], "")[:count].view(*rows.shape[:-1], -1)
+        result = self._operator(filled, self._weight, self._bias, "none", [], "")
+        return result[:count].view(*rows.shape[:-1], -1)
 
-    return forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _stock_forward(memo.get(id(self._module), self._module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stock_forward, (self._module,)
+
+
+def _stock_forward(module: torch.nn.Module) -> Operator:
+    return MethodType(torch.nn.Linear.forward, module)
+
+
+_ACTIVE: ContextVar[bool] = ContextVar("kvboost_faster_linears", default=False)
+_SWITCHED: set[torch.nn.Module] = set()  # layers whose forward is ours now
 
 
 @contextmanager
-def faster(model: Any) -> Iterator[None]:
-    """Inside, plain float32 linear layers on the CPU use oneDNN for few rows."""
+def faster(model: Any, *, was_read: bool = False) -> Iterator[None]:
+    """Inside, plain float32 linear layers on the CPU use oneDNN for few rows.
+
+    `was_read` says that the model's state was read for this forward, so that copies of weights are checked
+    already.
+    """
     operator = _onednn_linear()
     changed: list[torch.nn.Module] = []
+    active = _ACTIVE.set(True)
     try:
         if operator is not None:
+            watch = watch_of(model)
+            if not was_read:
+                watch.read()
             for module in model.modules():
                 if _is_plain(module):
                     packed = _PACKS.get(module)
-                    if packed is not None and not packed.is_current(module):
-                        packed = _pack_one(module)
+                    if packed is not None and not packed.is_current(module, watch):
+                        packed = _pack_one(module, watch)
                     weight = module.weight if packed is None else packed.weight
-                    module.__dict__["forward"] = _faster(module, operator, weight)
+                    module.__dict__["forward"] = _Faster(module, operator, weight)
                     changed.append(module)
+            _SWITCHED.update(changed)
         yield
     finally:
-        for module in changed:
-            module.__dict__.pop("forward", None)
+        _ACTIVE.reset(active)
+        _restore(changed)
+
+
+def _restore(modules: list[torch.nn.Module]) -> None:
+    for module in modules:
+        module.__dict__.pop("forward", None)
+        _SWITCHED.discard(module)
+
+
+locks.undo_in_child(lambda: _restore(list(_SWITCHED)))
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
     """Whether it is torch's own linear layer, untouched, in float32 on the CPU."""
     return (
         type(module) is torch.nn.Linear
-        and "forward" not in module.__dict__
+        and not _has_other_forward(module)
         and module.weight.dtype is torch.float32
         and module.weight.device.type == "cpu"
     )
+
+
+def _has_other_forward(module: torch.nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not torch.nn.Linear.forward

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from kvboost.arena import Arena
 from kvboost.errors import InvalidRequestError
 from kvboost.models import Origin, Span
 from kvboost.namespace import Namespace
+
+CHANGED_REASON = "the model changed meanwhile"
+LENGTH_REASON = "the cache does not hold what prompt and answer say"
 
 
 class PreparedPrompt(dict[str, Any]):
@@ -38,6 +42,7 @@ class PreparedPrompt(dict[str, Any]):
         self.arena: Arena | None = cache if isinstance(cache, Arena) else None
         self.spans = spans
         self.namespace = namespace
+        self._was_changed = False
 
     @classmethod
     def ready(
@@ -51,6 +56,25 @@ class PreparedPrompt(dict[str, Any]):
         """With an empty stock cache: this prompt's KV can be neither reused nor stored."""
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         return cls(model, token_ids, cache, (Span(0, len(token_ids), Origin.LIVE, reason),), None)
+
+    def check_with(self, is_current: Callable[[Namespace], bool]) -> Callable[[], None]:
+        """What to call at every forward: notes where the model is not what it was when this was prepared."""
+        own = weakref.ref(self)
+
+        def check() -> None:
+            prepared = own()
+            if prepared is not None and prepared.namespace is not None and not is_current(prepared.namespace):
+                prepared._was_changed = True
+
+        return check
+
+    def why_not_stored(self, ids: np.ndarray) -> str:
+        """Why the KV of `ids` `[tokens]`, from `computed_ids`, must not be stored; empty where it may."""
+        if self._was_changed:
+            return CHANGED_REASON
+        if self.arena is not None and self.arena.batch == 1 and self.arena.length != len(ids):
+            return LENGTH_REASON
+        return ""
 
     def computed_ids(self, output_ids: torch.Tensor | Sequence[int]) -> np.ndarray | None:
         """The ids `[tokens]` whose KV the cache holds now; None where it holds nothing to store."""
@@ -68,4 +92,5 @@ class PreparedPrompt(dict[str, Any]):
             return None
         if self.arena.batch > 1:
             return prompt  # beams: all rows agree on the prompt, not on the answer
-        return ids[: self.arena.length]
+        # generate leaves out the last token; one's own loop may have run it too
+        return ids if self.arena.length == len(ids) else ids[:-1]

@@ -59,7 +59,9 @@ class DecodingRow:
         self.finished_at: float | None = None
         self._prompt_tokens = len(token_ids)
         device = model.get_input_embeddings().weight.device
-        self._ids = torch.empty(1, len(token_ids) + options.max_new_tokens, dtype=torch.long, device=device)
+        with torch.inference_mode(False):  # it is written to outside of the caller's mode
+            size = len(token_ids) + options.max_new_tokens
+            self._ids = torch.empty(1, size, dtype=torch.long, device=device)
         self._ids[0, : len(token_ids)] = torch.from_numpy(token_ids)
         self._processors, criteria = _as_generate_would(model, tokenizer, self._so_far, options, index)
         self._max_length = min(

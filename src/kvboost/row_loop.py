@@ -6,7 +6,9 @@
 
 What requests have in common lies in the arena once and is computed once (`residents`): who needs text
 that is being computed waits for it. A long prompt goes through in blocks, cut so that the others' tokens
-come on time. One thread drives it. Knows rows and stores, no queue and no network.
+come on time. Where the model changes between two steps, those that are in the loop go on by themselves, on
+the model as it is then, and nothing of theirs is stored. One thread drives it. Knows rows and stores, no
+queue and no network.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from kvboost import decode
 from kvboost.arena import Arena, KVLayout
-from kvboost.cache_manager import KVCacheManager
+from kvboost.cache_manager import KVCacheManager, StoreReport
+from kvboost.compat import text_config
 from kvboost.errors import InvalidRequestError
 from kvboost.keeper import Keeper
 from kvboost.models import GenerationResult, Origin, Span
+from kvboost.namespace import Namespace
 from kvboost.placement import Placer
+from kvboost.prepared import CHANGED_REASON, LENGTH_REASON
 from kvboost.prompt_assembler import PrefixPart, ReusePlan
 from kvboost.prompts import PromptReader
 from kvboost.requests import Request
@@ -79,6 +85,7 @@ class Row:
         self.computed_from = len(request.token_ids)  # the first position that went through the model for it
         self.decoding: DecodingRow
         self.stored = 0  # of its prompt
+        self.by_itself: StockSequence | None = None  # out of the arena, since the model is not shared now
         self.started = False  # its last prompt token went through
         self.pulled = False  # the end of its prompt lies in its lane, if it could
 
@@ -104,6 +111,8 @@ class Row:
     @property
     def spans(self) -> tuple[Span, ...]:
         """The origin of every prompt token. What lay in the arena before was computed for others."""
+        if self.by_itself is not None:
+            return (Span(0, len(self.request.prompt), Origin.LIVE, self.by_itself.reason),)
         plan = self.plan
         if self.in_place <= plan.prefix_end <= self.computed_from:
             return plan.spans()
@@ -118,6 +127,27 @@ class Row:
         if end < plan.total:
             spans.append(Span(end, plan.total, Origin.LIVE, plan.reason or LEFT_REASON))
         return tuple(spans)
+
+
+class StockSequence:
+    """A request that goes on alone, on stock attention and a stock cache."""
+
+    def __init__(self, model: Any, reason: str) -> None:
+        self.reason = reason
+        self._model = model
+        self._namespace: Namespace | None = None
+        self._cache: Any = None
+
+    def next_logits(self, token_ids: np.ndarray, namespace: Namespace) -> torch.Tensor:
+        """Logits `[vocab]` behind `token_ids` `[tokens]`; `namespace` is that of the model as it is now."""
+        if self._cache is None or namespace != self._namespace or namespace.gated:
+            self._cache, self._namespace = DynamicCache(config=text_config(self._model)), namespace
+        device = self._model.get_input_embeddings().weight.device
+        ids = torch.from_numpy(token_ids[self._cache.get_seq_length() :]).to(device).unsqueeze(0)
+        with decode.running(self._model, fast=False, was_read=True):
+            output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
 
 
 @dataclass
@@ -189,6 +219,8 @@ class RowLoop:
         keeper: Keeper,
         reader: PromptReader,
         planned: Planned,
+        begin: Callable[[Sequence[Request]], None],
+        is_current: Callable[[Namespace], bool],
         *,
         max_rows: int,
         prompt_tokens: int,
@@ -200,6 +232,8 @@ class RowLoop:
         self._keeper = keeper
         self._reader = reader
         self._planned = planned
+        self._begin = begin
+        self._is_current = is_current
         self.max_rows = max_rows
         lanes = max_rows * LANE_TOKENS
         self._arena = Arena(layout, lanes + prompt_tokens)
@@ -248,12 +282,19 @@ class RowLoop:
 
         What of it is stored is placed now, the rest goes along with the next steps.
         """
+        self._check_model()
+        self._begin([request])
         row = Row(request, listener, answers)
         tokens = request.token_ids[: row.limit]
         if answers:
             row.decoding = DecodingRow(
                 self._model, self._tokenizer, request.token_ids, request.options, request.index
             )
+        if why := request.namespace.gated:
+            row.by_itself = StockSequence(self._model, why)
+            self._order.append(row)
+            self.counts.joined += 1
+            return row
         row.node, row.in_place = self.residents.enter(request.namespace.key, tokens)
         try:
             row.plan = self._place(row)
@@ -297,7 +338,46 @@ class RowLoop:
         except Exception as error:  # out of memory, mostly; the KV of those in the step is not to be trusted
             self.fail_all(error)
 
+    def _check_model(self) -> None:
+        """Where the model is another one than at the last step, take all requests out of the arena."""
+        if not self._rows or self._is_current(self._rows[0].request.namespace):
+            return
+        for row in list(self._rows):
+            self._free_place(row)
+            row.by_itself = StockSequence(self._model, CHANGED_REASON)
+        lanes = self.max_rows * LANE_TOKENS
+        self.residents = Residents(SlotPool(lanes, lanes + self._prompt_tokens))
+
+    def _step_by_itself(self, row: Row) -> None:
+        """One token for a request that is out of the arena."""
+        assert row.by_itself is not None
+        if not row.answers:
+            self.leave(row)  # its prompt was to be read for later ones, and it cannot be kept
+            return
+        self._begin([row.request])
+        given = np.asarray(row.decoding.new_ids, dtype=np.int64)
+        try:
+            logits = row.by_itself.next_logits(
+                np.concatenate([row.request.token_ids, given]), row.request.namespace
+            )
+            row.decoding.append(row.decoding.choose(logits))
+        except Exception as error:  # a processor of the request, or no memory: the others go on
+            self._drop(row)
+            row.listener.failed(error)
+            return
+        self.counts.decoded_tokens += 1
+        if row.decoding.finished_at is not None:
+            self.leave(row)
+        else:
+            row.listener.token(row.decoding.new_ids[-1])
+
     def _step(self) -> None:
+        self._check_model()
+        for row in [each for each in self._order if each.by_itself is not None]:
+            self._step_by_itself(row)
+        if not self._rows:
+            self.counts.steps += 1
+            return
         started = time.perf_counter()
         decoding = [row for row in self._rows if row.started]
         fills = self._fills(self._pace.block(len(decoding), len(self._rows) - len(decoding)))
@@ -318,7 +398,7 @@ class RowLoop:
             else:
                 row.listener.token(row.decoding.new_ids[-1])
         self._pace.took(time.perf_counter() - started, len(speaking), prompt_tokens)
-        for row in self.rows:
+        for row in [each for each in self._order if each.by_itself is None]:
             self._store_prompt(row)
             if not row.answers and row.unfilled is None:
                 self.leave(row)
@@ -413,7 +493,7 @@ class RowLoop:
         failed: dict[int, Exception] = {}
         parts.sort(key=lambda part: _path(part[0].segment))
         found = []
-        with decode.running(self._model, fast=True):
+        with decode.running(self._model, fast=True, was_read=True):
             for number, _, logits in extend(self._model, self._arena, [each for each, _ in parts]):
                 row = parts[number][1]
                 assert row is not None
@@ -444,19 +524,18 @@ class RowLoop:
         if row.answers and row.decoding.finished_at is None:
             decoded.finish_reason = "cancelled"
         text = self._reader.decode(decoded.token_ids) if decoded.token_ids else ""
-        if decoded.token_ids:
-            self._reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
-            if row.decoding.finished_at is not None:
-                row.listener.token(decoded.token_ids[-1])
+        if decoded.token_ids and row.decoding.finished_at is not None:
+            row.listener.token(decoded.token_ids[-1])
         result = request.result(decoded, row.spans, text, row.decoding.finished_at if row.answers else None)
         row.listener.done(result)
-        self._store(row, decoded.token_ids)
+        if row.by_itself is None and not self._store(row, decoded.token_ids).is_refused and decoded.token_ids:
+            self._reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
         if row.answers:
             live = len(request.prompt) - result.cached_tokens
             self._manager.count_request(
                 reused=result.cached_tokens,
                 total=len(request.prompt),
-                reason=row.plan.reason,
+                reason=row.plan.reason if row.by_itself is None else row.by_itself.reason,
                 prefill_seconds=live * self._pace.token_s if self._pace.token_s else None,
             )
         self._drop(row)
@@ -469,26 +548,35 @@ class RowLoop:
             row.stored = filled
             self._keep(row, row.request.token_ids[: filled - filled % chunk], row.node.segment)
 
-    def _store(self, row: Row, new_ids: list[int]) -> None:
+    def _store(self, row: Row, new_ids: list[int]) -> StoreReport:
         if row.started:
             row.lane.before = row.segments
-            ids = np.concatenate([row.request.token_ids, np.asarray(new_ids, dtype=np.int64)])
-            self._keep(row, ids[: row.lane.end], row.lane)
+            ids = np.concatenate([row.request.token_ids, np.asarray(new_ids, dtype=np.int64)])[:-1]
+            if row.lane.end != len(ids):
+                return self._keeper.refuse(LENGTH_REASON)
+            report = self._keep(row, ids, row.lane)
         else:
-            self._keep(row, row.request.token_ids[: _filled(row)], row.node.segment)
+            report = self._keep(row, row.request.token_ids[: _filled(row)], row.node.segment)
         self._placer.save_soon()
+        return report
 
-    def _keep(self, row: Row, token_ids: np.ndarray, last: Segment) -> None:
-        if len(token_ids):
-            self._placer.make_way(len(token_ids) - row.plan.prefix_end)
-            self._keeper.keep_from(token_ids, partial(last.between, self._arena), row.request.namespace)
+    def _keep(self, row: Row, token_ids: np.ndarray, last: Segment) -> StoreReport:
+        if not len(token_ids):
+            return StoreReport()
+        self._placer.make_way(len(token_ids) - row.plan.prefix_end)
+        return self._keeper.keep_from(token_ids, partial(last.between, self._arena), row.request.namespace)
 
     def _drop(self, row: Row) -> None:
+        """Let go of a row, and free its place."""
+        self._order.remove(row)
+        if row.by_itself is None:
+            self._free_place(row)
+
+    def _free_place(self, row: Row) -> None:
         """Free a row's place; the last lane takes it over, so that lanes stay neighbours."""
         for segment in row.moved_on:
             self.residents.pool.give(segment.start, segment.start + segment.capacity)
         self.residents.leave(row.node)
-        self._order.remove(row)
         at, last = self._rows.index(row), self._rows.pop()
         if last is not row:
             self._rows[at] = last

@@ -20,16 +20,23 @@ import torch
 from kvboost import decode
 from kvboost.arena import Arena
 from kvboost.batch import Branch, Forest, plan_forest
-from kvboost.cache_manager import KVCacheManager
+from kvboost.cache_manager import KVCacheManager, StoreReport
 from kvboost.keeper import Keeper
 from kvboost.models import GenerationResult, Origin, ScoreResult, Span
+from kvboost.namespace import Namespace
 from kvboost.placement import Placer
+from kvboost.prepared import LENGTH_REASON
 from kvboost.prompt_assembler import PrefixPart, ReusePlan
 from kvboost.prompts import PromptReader
 from kvboost.requests import Request, ScoreRequest
 from kvboost.row_decode import DecodingRow
 from kvboost.rows import Extension, Segment, extend
 from kvboost.workspace import Workspace
+
+
+class ModelChangedError(Exception):
+    """The model changed between two answers of a batch: what its rows hold is of the model before."""
+
 
 SHARED_REASON = "computed once for the batch"
 Result = TypeVar("Result")
@@ -99,7 +106,9 @@ class RowServer:
         workspace: Workspace,
         reader: PromptReader,
         planned: Planned,
+        is_current: Callable[[Namespace], bool],
     ) -> None:
+        self._is_current = is_current
         self._model = model
         self._tokenizer = tokenizer
         self._manager = manager
@@ -126,7 +135,8 @@ class RowServer:
         failed = self._step(seating.arena, rows, active, prompts)
         _clear_behind([lane for lane in lanes if lane not in single], seating.arena)
         while True:
-            for row in [row for row in active if row in failed or rows[row].finished_at is not None]:
+            through = [row for row in active if row in failed or rows[row].finished_at is not None]
+            for row in through:
                 active.remove(row)
                 error = failed.get(row)
                 yield Outcome(
@@ -134,9 +144,14 @@ class RowServer:
                 )
             if not active:
                 break
+            if through and not self._is_current(
+                requests[0].namespace
+            ):  # whoever took an answer may have changed it
+                raise ModelChangedError
             tokens = [Extension(lanes[row], np.array(rows[row].new_ids[-1:])) for row in active]
             failed = self._step(seating.arena, rows, active, tokens)
-        self.leave(seating, requests)
+        if self._is_current(requests[0].namespace):
+            self.leave(seating, requests)
 
     def score(self, requests: Sequence[ScoreRequest]) -> Iterator[Outcome[ScoreResult]]:
         """Score continuations; pairs that need the same forward share it."""
@@ -153,7 +168,7 @@ class RowServer:
         wanted = {row: heads[row].needed - heads[row].limit for row in order}
         rows = [Extension(lanes[row], heads[row].token_ids[lanes[row].end :], wanted[row]) for row in order]
         scores = {request.index: Scores(request) for request in requests}
-        with decode.running(self._model, fast=True):
+        with decode.running(self._model, fast=True, was_read=True):
             for number, first, logits in extend(self._model, seating.arena, rows):
                 row = order[number]
                 for request in groups[row]:
@@ -163,14 +178,15 @@ class RowServer:
             for request in groups[row]:
                 text = self._reader.decode(request.continuation)
                 yield Outcome(request.index, scores[request.index].result(seating.spans[row], text))
-        self.leave(seating, heads)
+        if self._is_current(heads[0].namespace):
+            self.leave(seating, heads)
 
     def _step(
         self, arena: Arena, rows: list[DecodingRow], active: list[int], extensions: list[Extension]
     ) -> dict[int, Exception]:
         """One token more for every active row; returns the rows whose token could not be chosen."""
         failed: dict[int, Exception] = {}
-        with decode.running(self._model, fast=True):
+        with decode.running(self._model, fast=True, was_read=True):
             for number, _, logits in extend(self._model, arena, extensions):
                 row = active[number]
                 try:
@@ -198,7 +214,7 @@ class RowServer:
             before = _segments(forest.branch_of[row], branches)
             lanes[row] = Segment(slots, lane_tokens, before, clean=True)
             slots += lane_tokens
-        first = requests[forest.order[0]]
+        first = requests[_row_at_start(forest)]
         arena, already, _ = self._workspace.take(slots, first.namespace.key, first.token_ids)
         self.counts.add(
             arena, len(requests), sum(b.end - b.start for b in forest.branches), max(needed) * len(requests)
@@ -234,13 +250,13 @@ class RowServer:
                 Extension(segment, requests[branch.rows[0]].token_ids[segment.end : branch.end], 0)
                 for segment, branch in level
             ]
-            with decode.running(self._model, fast=True):
+            with decode.running(self._model, fast=True, was_read=True):
                 for _ in extend(self._model, seating.arena, extensions):
                     pass
 
     def leave(self, seating: Seating, requests: Sequence[Request]) -> None:
         """Give the arena back; what stands at its start may serve the next request where it is."""
-        first = seating.forest.order[0]
+        first = _row_at_start(seating.forest)
         at_start = next(each for each in (*seating.lanes[first].before, seating.lanes[first]))
         tokens = min(at_start.length, len(requests[first].prompt)) if at_start.start == 0 else 0
         request = requests[first]
@@ -252,23 +268,33 @@ class RowServer:
         """Store a finished row, and make its result."""
         decoded = answer.decoded()
         text = self._reader.decode(decoded.token_ids)
-        self._reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
         result = request.result(decoded, seating.spans[row], text, answer.finished_at)
-        ids = np.concatenate([request.token_ids, np.asarray(decoded.token_ids, dtype=np.int64)])
-        self.store(seating, row, request, ids)
+        ids = np.concatenate([request.token_ids, np.asarray(decoded.token_ids, dtype=np.int64)])[:-1]
+        if seating.lanes[row].end != len(ids):
+            self._keeper.refuse(LENGTH_REASON)
+        elif not self.store(seating, row, request, ids).is_refused:
+            self._reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
         return result
 
-    def store(self, seating: Seating, row: int, request: Request, token_ids: np.ndarray) -> None:
+    def store(self, seating: Seating, row: int, request: Request, token_ids: np.ndarray) -> StoreReport:
         """Keep the KV of a row's `token_ids` `[tokens]`, as far as it was computed, and book the request."""
         plan, lane = seating.plans[row], seating.lanes[row]
         self._placer.make_way(lane.end - plan.prefix_end)
-        self._keeper.keep_from(token_ids[: lane.end], partial(lane.between, seating.arena), request.namespace)
+        report = self._keeper.keep_from(
+            token_ids[: lane.end], partial(lane.between, seating.arena), request.namespace
+        )
         self._placer.save_soon()
         self._manager.count_request(
             reused=sum(span.length for span in seating.spans[row] if span.origin is Origin.EXACT),
             total=len(request.prompt),
             reason=plan.reason,
         )
+        return report
+
+
+def _row_at_start(forest: Forest) -> int:
+    """A row whose text begins in the first slot of the arena: branches come before lanes."""
+    return forest.branches[0].rows[0] if forest.branches else forest.order[0]
 
 
 def _clear_behind(lanes: Sequence[Segment], arena: Arena) -> None:

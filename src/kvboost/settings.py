@@ -47,6 +47,7 @@ class EngineSettings:
     cache_salt: str = ""
     prefill_block: int | None = None
     pack_weights: bool | None = None
+    weights_check_seconds: float | None = 60.0
 
     def __post_init__(self) -> None:
         choice(RecomputeStrategy, "recompute_strategy", self.recompute_strategy)
@@ -59,6 +60,13 @@ class EngineSettings:
         self._at_least("prefill_block", 1, or_none=True)
         if self.pack_weights not in (True, False, None):
             raise InvalidRequestError(f"pack_weights must be True, False or None, got {self.pack_weights!r}")
+        seconds = self.weights_check_seconds
+        if seconds is not None and (
+            isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0
+        ):
+            raise InvalidRequestError(
+                f"weights_check_seconds must be None or greater than 0, got {seconds!r}"
+            )
         self._check_repair()
         if self.kv_cache_bits is not None and not is_width(self.kv_cache_bits):
             raise InvalidRequestError(

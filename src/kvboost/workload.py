@@ -18,7 +18,7 @@ from kvboost.arena import KVLayout
 from kvboost.batch import split_into_batches
 from kvboost.errors import InvalidRequestError, PartialResultsError
 from kvboost.requests import Request
-from kvboost.row_server import Outcome
+from kvboost.row_server import ModelChangedError, Outcome
 
 MAX_ROWS = 64  # beyond this a step takes longer in the same measure, and first tokens come later
 _MEMORY_SHARE = 4  # of the free memory, the KV of one batch takes at most this fraction
@@ -54,12 +54,14 @@ Result = TypeVar("Result")
 class Workload(Generic[R, Result]):
     """Runs requests: `alone` answers one, `together` those of one batch, from `min_rows` on.
 
-    `why_alone` says why a request cannot share a batch; empty where it can.
+    `begin` reads what the model is when a batch begins. `why_alone` says why a request cannot share a
+    batch; empty where it can.
     """
 
     def __init__(
         self,
         layout: KVLayout,
+        begin: Callable[[Sequence[R]], None],
         alone: Callable[[R], Result],
         together: Callable[[Sequence[R]], Iterator[Outcome[Result]]],
         why_alone: Callable[[R], str],
@@ -68,6 +70,7 @@ class Workload(Generic[R, Result]):
     ) -> None:
         self._min_rows = min_rows
         self._layout = layout
+        self._begin = begin
         self._alone = alone
         self._together = together
         self._why_alone = why_alone
@@ -87,6 +90,7 @@ class Workload(Generic[R, Result]):
         )
         for batch in batches:
             chosen = [requests[index] for index in batch]
+            self._begin(chosen)
             together = [request for request in chosen if not self._why_alone(request)]
             if len(together) < self._min_rows:
                 together = []
@@ -103,6 +107,8 @@ class Workload(Generic[R, Result]):
             return
         try:
             yield from self._together(requests)
+        except ModelChangedError:
+            return  # those without an answer begin anew
         except Exception as error:  # out of memory, mostly: one request needs less, or says what is wrong
             warnings.warn(
                 f"a batch of {len(requests)} prompts failed ({type(error).__name__}: {error}); those "

@@ -7,13 +7,13 @@ store, and the arena only spares the copy. Knows arenas and tokens, no store.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvboost.arena import Arena, KVLayout
+from kvboost.locks import fork_safe_lock
 
 _ROUND_TOKENS = 64  # equal alignment of every head's rows, whatever the capacity
 _HEADROOM_SHARE = 4  # beside what is asked for, a quarter more where untouched memory costs nothing
@@ -34,7 +34,7 @@ class Workspace:
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._kept: _Kept | None = None
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(around_data=True)
 
     def take(self, capacity: int, namespace_key: str, token_ids: np.ndarray) -> tuple[Arena, int, int]:
         """An arena for `capacity` tokens, and how many of `token_ids` it holds already: exact ones, any."""

@@ -12,6 +12,7 @@ import torch
 from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.errors import InvalidRequestError, PartialResultsError
 from kvboost.models import Origin
+from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
 
 MakeEngine = Callable[..., KVBoost]
@@ -254,7 +255,9 @@ def test_sampling_is_reproducible_and_differs_between_equal_prompts(make_engine:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_rows_that_finish_early_stop_costing(make_engine: MakeEngine) -> None:
+def test_rows_that_finish_early_stop_costing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row's last forward is that of its last token."""
     engine = make_engine()
     prompts = ragged(5, 40, seed=23)
@@ -262,18 +265,8 @@ def test_rows_that_finish_early_stop_costing(make_engine: MakeEngine) -> None:
     ends = sorted({ids[3] for ids in answers[:2]})
     expected = baseline(engine, prompts, max_new_tokens=12, eos_token_id=ends)
     assert len({len(ids) for ids in expected}) > 1
-    fed: list[int] = []
-    forward = engine.model.forward
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        fed.append(kwargs["input_ids"].shape[1])
-        return forward(*args, **kwargs)
-
-    engine.model.forward = counting
-    try:
-        results = engine.generate_batch(prompts, max_new_tokens=12, eos_token_id=ends)
-    finally:
-        del engine.model.forward
+    fed = count_fed(monkeypatch, engine.model)
+    results = engine.generate_batch(prompts, max_new_tokens=12, eos_token_id=ends)
     assert [result.token_ids for result in results] == expected
     longest = max(len(ids) for ids in expected)
     steps = fed[len(fed) - (longest - 1) :]
@@ -353,13 +346,13 @@ def families(count: int, loners: int, duplicates: int, *, shared: int, seed: int
     return prompts
 
 
-def test_three_hundred_mixed_prompts(make_engine: MakeEngine) -> None:
+def test_three_hundred_mixed_prompts(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 families, 20 loners, 30 duplicates, shuffled: order kept, equal to BASELINE, prefixes run once."""
     engine = make_engine()
     prompts = families(250, 20, 30, shared=64)
     assert len(prompts) == 300
     expected = baseline(engine, prompts, max_new_tokens=3)
-    fed = count_fed(engine)
+    fed = count_fed(monkeypatch, engine.model)
     results = engine.generate_many(prompts, max_new_tokens=3)
     assert [result.token_ids for result in results] == expected
     check_accounts(results, prompts)
@@ -372,23 +365,13 @@ def test_three_hundred_mixed_prompts(make_engine: MakeEngine) -> None:
     assert sum(fed) == live + answers  # what the accounts call live is what went through the model
 
 
-def count_fed(engine: KVBoost) -> list[int]:
-    """Tokens of every forward from now on."""
-    fed: list[int] = []
-
-    def note(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids")
-        fed.append((ids if ids is not None else args[0]).numel())
-
-    engine.model.register_forward_pre_hook(note, with_kwargs=True)
-    return fed
-
-
-def test_a_family_larger_than_a_batch_computes_its_prefix_once(make_engine: MakeEngine) -> None:
+def test_a_family_larger_than_a_batch_computes_its_prefix_once(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     prompts = ragged(20, 64, seed=41, longest=10)
     expected = baseline(engine, prompts, max_new_tokens=3)
-    fed = count_fed(engine)
+    fed = count_fed(monkeypatch, engine.model)
     results = engine.generate_many(prompts, max_new_tokens=3, max_batch_tokens=64 + 13 * 4)
     assert [result.token_ids for result in results] == expected
     assert engine.cache_stats()["batches"]["batches"] >= 4
@@ -396,14 +379,16 @@ def test_a_family_larger_than_a_batch_computes_its_prefix_once(make_engine: Make
     assert sum(fed) <= 64 + tails + sum(len(result.token_ids) - 1 for result in results)
 
 
-def test_what_is_shared_between_groups_is_computed_once(make_engine: MakeEngine) -> None:
+def test_what_is_shared_between_groups_is_computed_once(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Families with a common start run next to each other, in batches of their own where they must."""
     engine = make_engine()
     root = random_ids(48, 1)
     prompts = [root + random_ids(32, 2 + i % 3) + random_ids(6, 100 + i) for i in range(12)]
     random.Random(0).shuffle(prompts)
     expected = baseline(engine, prompts, max_new_tokens=3)
-    fed = count_fed(engine)
+    fed = count_fed(monkeypatch, engine.model)
     results = engine.generate_many(prompts, max_new_tokens=3, max_batch_tokens=48 + 32 + 9 * 4)
     assert [result.token_ids for result in results] == expected
     assert engine.cache_stats()["batches"]["batches"] == 3
@@ -467,10 +452,10 @@ def test_no_prompts(make_engine: MakeEngine) -> None:
     ],
 )
 def test_bad_prompts_are_named_before_any_work(
-    make_engine: MakeEngine, method: str, prompts: Any, message: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, method: str, prompts: Any, message: str
 ) -> None:
     engine = make_engine()
-    fed = count_fed(engine)
+    fed = count_fed(monkeypatch, engine.model)
     with pytest.raises(InvalidRequestError, match=message):
         getattr(engine, method)(prompts)
     assert fed == []
@@ -537,7 +522,7 @@ def test_a_batch_that_runs_out_of_memory_is_finished_one_by_one(
             left[0] -= 1
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(engine.model, "forward", failing)
+    replace_forward(monkeypatch, engine.model, failing)
     with pytest.warns(RuntimeWarning, match=r"a batch of 6 prompts failed \(RuntimeError: out of memory\)"):
         results = engine.generate_batch(prompts, max_new_tokens=6)
     assert [result.token_ids for result in results] == expected
@@ -563,10 +548,10 @@ def test_an_interrupt_leaves_the_engine_usable(
             raise KeyboardInterrupt
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(engine.model, "forward", interrupted)
+    replace_forward(monkeypatch, engine.model, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate_batch(prompts, max_new_tokens=6)
-    monkeypatch.setattr(engine.model, "forward", forward)
+    monkeypatch.undo()
     engine.cache_manager.check_integrity()
     assert engine.model.config._attn_implementation == "sdpa"
     assert [r.token_ids for r in engine.generate_batch(prompts, max_new_tokens=6)] == expected

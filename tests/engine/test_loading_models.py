@@ -62,7 +62,7 @@ def _with_adapters() -> Any:
         adapted = peft.get_peft_model(model, config, adapter_name="one")
         torch.manual_seed(2)
         adapted.add_adapter("two", config)
-    return adapted
+    return adapted.eval()
 
 
 def test_an_adapter_loaded_switched_merged_or_switched_off_is_another_namespace(

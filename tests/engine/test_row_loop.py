@@ -16,6 +16,7 @@ from kvboost.models import Origin
 from kvboost.requests import Request
 from kvboost.residents import Node, Residents, SlotPool
 from kvboost.row_loop import RowLoop
+from tests.forwards import count_fed
 from tests.tiny_models import ARCHITECTURES, random_ids
 
 MakeEngine = Callable[..., KVBoost]
@@ -247,18 +248,15 @@ def test_options_per_request(make_engine: MakeEngine) -> None:
     assert [one.tokens for one in heard] == wanted
 
 
-def test_shared_text_is_computed_once(make_engine: MakeEngine) -> None:
+def test_shared_text_is_computed_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who needs text that is being computed waits for it: tokens through the model are counted."""
     engine = make_engine()
-    seen: list[int] = []
-    hook = engine.model.register_forward_pre_hook(
-        lambda _model, _args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    seen = count_fed(monkeypatch, engine.model)
     start = random_ids(300, 1)
     asked = [start + random_ids(20, 10 + index) for index in range(4)]
     loop = engine.running_batch(max_rows=4, prompt_tokens=2_000)
     heard = run(loop, [(index, engine.read_request(prompt, 3)) for index, prompt in enumerate(asked)])
-    hook.remove()
+    monkeypatch.undo()
     live = sum(s.length for one in heard if one.result for s in one.result.spans if s.origin is Origin.LIVE)
     assert sum(seen) == live + 4 * 2  # and each answer's tokens but for the last
     assert live == 300 + 4 * 20

@@ -12,6 +12,7 @@ import torch
 from kvboost import GenerationMode, KVBoost
 from kvboost.errors import InvalidRequestError
 from kvboost.models import Origin, ScoreResult
+from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
 
 MakeEngine = Callable[..., KVBoost]
@@ -69,17 +70,16 @@ def test_the_likeliest_continuation_is_greedy(make_engine: MakeEngine) -> None:
     assert not any(result.is_greedy for result in engine.score(prompts, changed))
 
 
-def test_shared_starts_are_computed_once_and_equal_forwards_are_shared(make_engine: MakeEngine) -> None:
+def test_shared_starts_are_computed_once_and_equal_forwards_are_shared(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Choices of one token each need one forward per question."""
     engine = make_engine()
     start = random_ids(64, 1)
     prompts = [start + random_ids(10, 50 + i) for i in range(5)]
     pairs = [(prompt, [30 + each]) for prompt in prompts for each in range(4)]
-    fed: list[int] = []
     assert not engine._why_no_rows
-    engine.model.register_forward_pre_hook(
-        lambda _m, _a, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    fed = count_fed(monkeypatch, engine.model)
     results = engine.score(*map(list, zip(*pairs, strict=True)))
     assert sum(fed) == 64 + 5 * 10
     fed.clear()
@@ -179,10 +179,10 @@ def test_out_of_memory_goes_on_one_by_one(make_engine: MakeEngine, monkeypatch: 
             raise RuntimeError("out of memory")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(engine.model, "forward", failing)
+    replace_forward(monkeypatch, engine.model, failing)
     with pytest.warns(RuntimeWarning, match="a batch of 12 prompts failed"):
         results = engine.score(*map(list, zip(*pairs, strict=True)))
-    monkeypatch.setattr(engine.model, "forward", forward)
+    monkeypatch.undo()
     check(engine, pairs, results)
 
 

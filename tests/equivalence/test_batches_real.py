@@ -12,6 +12,7 @@ import torch
 from kvboost import GenerationResult, KVBoost
 from kvboost.models import Origin
 from tests.equivalence.proofs import write_result
+from tests.forwards import count_fed
 from tests.texts import corpus_ids
 
 pytestmark = [pytest.mark.real_model, pytest.mark.exactness]
@@ -90,21 +91,15 @@ def _families(engine: KVBoost, count: int, loners: int, duplicates: int, shared:
     return prompts
 
 
-def test_thirty_mixed_prompts(real: KVBoost) -> None:
+def test_thirty_mixed_prompts(real: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 families, loners, duplicates: order kept, equal to BASELINE, each family's prefix computed once."""
     prompts = _families(real, 24, 3, 3, shared=120)
     assert len(prompts) == 30
-    fed: list[int] = []
-    hook = real.model.register_forward_pre_hook(
-        lambda _m, args, kwargs: fed.append(
-            (kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]).numel()
-        ),
-        with_kwargs=True,
-    )
+    fed = count_fed(monkeypatch, real.model)
     try:
         results = real.generate_many(prompts, max_new_tokens=8)
     finally:
-        hook.remove()
+        monkeypatch.undo()
     _compared(real, prompts, results, 8)
     starts = {tuple(prompt[:120]) for prompt in prompts if len(prompt) > 120}
     own = sum(len(p) - 120 if tuple(p[:120]) in starts else len(p) for p in prompts)

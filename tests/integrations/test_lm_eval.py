@@ -31,6 +31,7 @@ from kvboost.bench import evaluation
 from kvboost.cli import bench_evaluation
 from kvboost.errors import InvalidRequestError
 from kvboost.integrations.lm_eval import KVBoostLM, StopText, evaluate, main
+from tests.forwards import count_fed
 from tests.texts import corpus
 from tests.tiny_models import tiny_model
 
@@ -182,16 +183,15 @@ def test_multiple_choice_equals_hugging_face(
     assert len(theirs["samples"][task]) == 8
 
 
-def test_single_token_choices_share_a_forward(make_engine: MakeEngine) -> None:
+def test_single_token_choices_share_a_forward(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     pairs = [("One, two, three, f", letter) for letter in "abcd"]
-    fed: list[int] = []
     KVBoostLM(engine).loglikelihood(requests("loglikelihood", ("a", "b")), disable_tqdm=True)
-    handle = engine.model.register_forward_pre_hook(
-        lambda _m, _a, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    fed = count_fed(monkeypatch, engine.model)
     ours = KVBoostLM(engine).loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
-    handle.remove()
+    monkeypatch.undo()
     assert sum(fed) == len(pairs[0][0])
     theirs = hugging_face(engine).loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
     assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], abs=TOLERANCE)

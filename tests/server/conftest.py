@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from tests.forwards import on_forward
 from tests.tiny_models import tiny_model
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def serve() -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture
-def make_slow_engine(tokenizer: Any) -> Iterator[Callable[..., KVBoost]]:
+def make_slow_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., KVBoost]]:
     """Engines that need a while for every step, and never end an answer by themselves."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -51,7 +52,7 @@ def make_slow_engine(tokenizer: Any) -> Iterator[Callable[..., KVBoost]]:
         model = tiny_model("llama")
         model.generation_config.eos_token_id = None
         engine = KVBoost(model, tokenizer, chunk_size=16, max_chunks=None, **options)
-        model.register_forward_pre_hook(lambda *_: time.sleep(step_s))
+        on_forward(monkeypatch, model, lambda *_: time.sleep(step_s))
         engines.append(engine)
         return engine
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from kvboost import KVBoost
 from kvboost.errors import KVBoostError
 from kvboost.server.schemas import ChatRequest
+from tests.forwards import on_forward
 from tests.server.running import HELLO, Running, events_of, wait_for
 from tests.tiny_models import random_ids
 
@@ -178,7 +179,8 @@ def test_a_body_that_does_not_come(make_engine: MakeEngine, serve: Serve) -> Non
 def test_a_model_that_fails(make_engine: MakeEngine, serve: Serve, batching: bool) -> None:
     engine = make_engine()
     server = serve(engine, batching=batching)
-    hook = engine.model.register_forward_pre_hook(_failing)
+    patch = pytest.MonkeyPatch()
+    on_forward(patch, engine.model, _failing)
     response = server.client.post("/v1/chat/completions", json=LONG)
     assert response.status_code == 500
     assert response.json()["error"] == {
@@ -188,7 +190,7 @@ def test_a_model_that_fails(make_engine: MakeEngine, serve: Serve, batching: boo
         "code": "internal_error",
     }
     assert server.client.post("/v1/chat/completions", json={**LONG, "stream": True}).status_code == 500
-    hook.remove()
+    patch.undo()
     assert server.chat(max_tokens=2)
 
 
@@ -198,14 +200,18 @@ def _failing(*_arguments: Any) -> None:
 
 @pytest.mark.parametrize("batching", [True, False])
 def test_a_model_that_fails_in_the_middle(
-    make_slow_engine: MakeEngine, serve: Serve, batching: bool, caplog: pytest.LogCaptureFixture
+    make_slow_engine: MakeEngine,
+    serve: Serve,
+    batching: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_slow_engine(0.01)
     server = serve(engine, batching=batching)
     with server.client.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as response:
         lines = response.iter_lines()
         next(lines)
-        engine.model.register_forward_pre_hook(_failing)
+        on_forward(monkeypatch, engine.model, _failing)
         *_, last = [line for line in lines if line]
     told = json.loads(last.removeprefix("data: "))["error"]
     assert (told["code"], "secret" in last) == ("internal_error", False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvboost import attention
 from kvboost.attention import NAME, can_engage, folded, folded_attention
-from kvboost.compat import sdpa_attention_function
+from kvboost.compat import attention_function
 
 HEAD_DIM = 8
 
@@ -45,7 +45,7 @@ class Call:
         self.module: Any = SimpleNamespace(num_key_value_groups=group, is_causal=True, layer_idx=0)
 
     def both(self, mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        stock = sdpa_attention_function()
+        stock = attention_function("sdpa")
         arguments = (self.module, self.query, self.key, self.value)
         mine, weights = folded_attention(*arguments, mask, **options)
         assert weights is None
@@ -59,13 +59,13 @@ class Call:
 def stock_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Notes every call that is passed on to the stock function."""
     calls: list[dict[str, Any]] = []
-    real = sdpa_attention_function()
+    real = attention_function("sdpa")
 
     def noting(*arguments: Any, **options: Any) -> Any:
         calls.append(options)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(attention, "sdpa_attention_function", lambda: noting)
+    monkeypatch.setattr(attention, "attention_function", lambda _own: noting)
     return calls
 
 

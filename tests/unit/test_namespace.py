@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from kvboost import namespace
-from kvboost.namespace import Namespace, NamespaceTracker, weights_digest
+from kvboost import model_state
+from kvboost.model_state import ModelWatch
+from kvboost.namespace import Namespace, NamespaceTracker
 
 SETTINGS = {"kv_cache_bits": 16, "bit_exact": False}
 MakeLlama = Callable[..., LlamaForCausalLM]
@@ -19,6 +20,12 @@ MakeLlama = Callable[..., LlamaForCausalLM]
 
 def key_of(model: Any, settings: dict[str, Any] = SETTINGS, salt: str = "") -> str:
     return NamespaceTracker(model, settings).current(salt).key
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    watch = ModelWatch(module)
+    watch.read()
+    return str(sorted(watch.checksums().items()))
 
 
 @pytest.fixture(scope="module")
@@ -169,16 +176,19 @@ def test_an_adapter_that_is_switched_is_noticed(make_llama: MakeLlama) -> None:
 
 def test_weights_are_checked_over_once(make_llama: MakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
+    checksum = model_state.checksum
 
-    def counting(model: Any) -> str:
+    def counting(tensor: torch.Tensor) -> bytes:
         calls.append(1)
-        return weights_digest(model)
+        return checksum(tensor)
 
-    monkeypatch.setattr(namespace, "weights_digest", counting)
     tracker = NamespaceTracker(make_llama(), SETTINGS)
+    monkeypatch.setattr(model_state, "checksum", counting)
     for salt in ("", "a", "b", ""):
         tracker.current(salt)
-    assert len(calls) == 1
+    assert not calls
+    tracker.watch.check_all()
+    assert calls
 
 
 def test_memory_of_salts_is_bounded(llama: LlamaForCausalLM) -> None:

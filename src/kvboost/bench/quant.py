@@ -27,6 +27,7 @@ from kvboost.documents import ALONE, Case, Group, make_cases
 from kvboost.errors import InvalidRequestError
 from kvboost.kv_codec import KVCodec
 from kvboost.kv_quantize import KEYS, VALUES, Scheme, dequantize_into, quantize
+from kvboost.locks import model_lock
 from kvboost.models import BITS, KVBits
 from kvboost.rope import KeyRotation, learn_rotation
 
@@ -119,7 +120,7 @@ def run(
     settings.check()
     machine = machine_record(engine.model.get_input_embeddings().weight.device)
     steps = settings.prompts + settings.ttft_rounds
-    with decode.model_lock(engine.model):
+    with model_lock(engine.model):
         rotation = learn_rotation(engine.model, engine.layout)
     trials = []
     for number, case in enumerate(_cases(engine, settings)):

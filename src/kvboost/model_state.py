@@ -1,0 +1,435 @@
+"""What a model is right now, read at a cost that every request can bear.
+
+Two readings are equal exactly when KV of the first may serve the second. What is compared each time: which
+modules, parameters and buffers there are, where they lie, their version counters, some of their values
+(`weights.Probe`), adapters, the config, the attention implementation and torch's settings for numbers. A
+write to a few values of a tensor that moves no counter is found by a checksum that creeps along in a thread
+(`creeping`), or by `check_all`.
+
+Some states cannot be known: autocast, hooks, replaced forwards and train flags may make any number of the
+same weights. A reading in such a state says so, and nothing is read or stored then. Knows models, no cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from kvboost import attention, creeping, locks
+from kvboost.weights import Checksum, Probe, checksum
+
+_ADAPTER_FIELDS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
+_KNOWN_PACKAGES = ("transformers", "accelerate")  # whose hooks and forwards change no numbers
+_values = operator.methodcaller("values")
+_training = operator.itemgetter("training")
+_hooks = operator.itemgetter("_forward_hooks")
+_pre_hooks = operator.itemgetter("_forward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """One reading. `version` counts the changes seen; `gated` says why nothing may be reused now, if so."""
+
+    version: int
+    structure: int
+    gated: str = ""
+
+
+class _Layout:
+    """The modules of a model in one list, by their dictionaries: so a look at all of them is quick."""
+
+    def __init__(self, model: torch.nn.Module, volatile: frozenset[str]) -> None:
+        named = list(model.named_modules())
+        self.names = [name or type(model).__name__ for name, _ in named]
+        self.dicts = [module.__dict__ for _, module in named]
+        self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
+        self.child_ids = list(map(id, chain.from_iterable(map(_values, self.children))))
+        self.adapters = [each for each in self.dicts if "merged_adapters" in each]
+        self.tensor_dicts: list[dict[str, torch.Tensor | None]] = []
+        self.tensor_names: list[str] = []
+        self.skipped: set[int] = set()  # numbers of those that the model's own forward changes
+        for name, module in named:
+            for kind in ("_parameters", "_buffers"):
+                found = module.__dict__[kind]
+                if not found:
+                    continue
+                self.tensor_dicts.append(found)
+                for key in found:
+                    full = f"{name}.{key}" if name else key
+                    if full in volatile or _changes_with_length(module, key):
+                        self.skipped.add(len(self.tensor_names))
+                    self.tensor_names.append(full)
+
+    def is_current(self) -> bool:
+        ids = list(map(id, chain.from_iterable(map(_values, self.children))))
+        return ids == self.child_ids and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
+
+    def present(self) -> list[torch.Tensor | None]:
+        """Parameters and buffers as they are now, in the order of `tensor_names`."""
+        return list(chain.from_iterable(map(_values, self.tensor_dicts)))
+
+
+def _changes_with_length(module: torch.nn.Module, name: str) -> bool:
+    """Whether it is a frequency that the model's own forward sets, by the length of what it reads."""
+    kind = str(getattr(module, "rope_type", ""))
+    return name.endswith("inv_freq") and not name.startswith("original") and kind in ("dynamic", "longrope")
+
+
+class _Known:
+    """Tensors as they were at the last reading, each once: names, marks, checksums, and a probe."""
+
+    def __init__(self, layout: _Layout, present: list[torch.Tensor | None]) -> None:
+        self.ids = list(map(id, present))
+        picks: dict[int, int] = {}
+        for number, tensor in enumerate(present):
+            if tensor is not None and number not in layout.skipped:
+                picks.setdefault(id(tensor), number)
+        self._picks = list(picks.values())
+        tensors = self.tensors(present)
+        self.names = [layout.tensor_names[number] for number in self._picks]
+        self.marks = _marks(tensors)
+        self.kinds = [f"{tensor.dtype}|{tuple(tensor.shape)}|{tensor.device.type}" for tensor in tensors]
+        self.probe = Probe(tensors)
+        self.probe.note()
+        self.checksums: list[bytes] = []
+        self.nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+
+    def tensors(self, present: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Those that are looked at, of `present`, which are the same tensors as they were."""
+        return [present[number] for number in self._picks]  # type: ignore[misc]  # None is never picked
+
+    def is_same(self, present: list[torch.Tensor | None]) -> bool:
+        """Whether no tensor was replaced, moved, or written to in a way that torch counts."""
+        return list(map(id, present)) == self.ids and _marks(self.tensors(present)) == self.marks
+
+
+def _marks(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    try:
+        return [(each._version, each.data_ptr(), each.dtype, each.stride()) for each in tensors]
+    except RuntimeError:  # inference tensors have no version, others no memory of their own
+        return [(_version(each), _place(each), each.dtype, each.shape) for each in tensors]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _place(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+class ModelWatch:
+    """Reads the state of one model. Engines on the same model share it; it holds the model only weakly."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._lock = locks.fork_safe_rlock()
+        self._volatile: frozenset[str] = frozenset()
+        self._layout = _Layout(model, self._volatile)
+        self._known: _Known | None = None
+        self._surroundings: Any = None
+        self._version = 0
+        self._structure = 0
+        self._revisions: dict[int, int] = {}
+        self._suspects: set[str] = set()
+        self._creep: Iterator[int] | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model is gone")
+        return model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters and buffers."""
+        return self._known.nbytes if self._known is not None else 0
+
+    def read(self) -> ModelState:
+        """The state now. Checks over only what may have changed."""
+        model = self.model
+        creeping.CREEPER.ensure_running()
+        with self._lock:
+            self._compare(model)
+            return ModelState(self._version, self._structure, gated_reason(self._layout))
+
+    def check_all(self) -> bool:
+        """Compare the checksums of all values with those known; returns whether any had changed."""
+        model = self.model
+        with self._lock:
+            before = self._version
+            known = self._compare(model)
+            tensors = known.tensors(self._layout.present())
+            self._suspects |= {
+                name
+                for name, tensor, value in zip(known.names, tensors, known.checksums, strict=True)
+                if checksum(tensor) != value
+            }
+            self._compare(model)
+            return self._version != before
+
+    def checksums(self) -> dict[str, str]:
+        """The checksum of every tensor, by name, as of the last reading."""
+        with self._lock:
+            known = self._known
+            assert known is not None
+            each = zip(known.names, known.kinds, known.checksums, strict=True)
+            return {name: f"{kind}|{value.hex()}" for name, kind, value in each}
+
+    def revision_of(self, tensor: torch.Tensor) -> int:
+        """A number that is another one where the tensor's values have changed since, as far as was read."""
+        return self._revisions.get(id(tensor), -1)
+
+    def ignore_what_forwards_change(self, before: dict[str, str]) -> None:
+        """Leave out from now on what differs from `before` though nobody but the model's forward ran."""
+        with self._lock:
+            now = self.checksums()
+            changed = {name for name in {*before, *now} if before.get(name) != now.get(name)}
+            if changed:
+                self._volatile |= changed
+                self._layout = _Layout(self.model, self._volatile)
+                self._known = None
+        self.read()
+
+    # --- comparing ---------------------------------------------------------------------------
+
+    def _compare(self, model: torch.nn.Module) -> _Known:
+        if not self._layout.is_current():
+            self._layout = _Layout(model, self._volatile)
+            self._structure += 1
+            locks.forget_model_lock(model)
+        surroundings = _surroundings(model, self._layout)
+        if surroundings != self._surroundings:
+            self._surroundings = copy.deepcopy(surroundings)
+            self._version += 1
+            self._structure += 1
+        present = self._layout.present()
+        known = self._known
+        if known is None or self._suspects or not known.is_same(present) or known.probe.differs():
+            return self._look_over(present, known)
+        return known
+
+    def _look_over(self, present: list[torch.Tensor | None], known: _Known | None) -> _Known:
+        """Take the checksums of tensors that may have changed."""
+        fresh = _Known(self._layout, present)
+        tensors = fresh.tensors(present)
+        before, untouched = self._as_before(known, fresh)
+        revisions: dict[int, int] = {}
+        has_changed = known is None or known.names != fresh.names or known.kinds != fresh.kinds
+        for number, (name, tensor) in enumerate(zip(fresh.names, tensors, strict=True)):
+            value = before[name] if number in untouched else checksum(tensor)
+            fresh.checksums.append(value)
+            is_other = before.get(name) != value
+            has_changed |= is_other
+            revision = self._revisions.get(id(tensor), -1)
+            revisions[id(tensor)] = self._version + 1 if is_other or revision < 0 else revision
+        self._structure += known is not None and known.kinds != fresh.kinds
+        self._version += has_changed
+        self._known, self._revisions = fresh, revisions
+        self._suspects.clear()
+        return fresh
+
+    def _as_before(self, known: _Known | None, fresh: _Known) -> tuple[dict[str, bytes], set[int]]:
+        """The checksums known by name, and the numbers of tensors of which nothing speaks for a change."""
+        if known is None:
+            return {}, set()
+        before = dict(zip(known.names, known.checksums, strict=True))
+        if known.names != fresh.names or known.ids != fresh.ids:
+            return before, set()
+        stayed = all(old[1] == new[1] for old, new in zip(known.marks, fresh.marks, strict=True))
+        if not stayed and not known.probe.holds_memory:
+            return before, set()
+        written = known.probe.changed()
+        return before, {
+            number
+            for number, name in enumerate(fresh.names)
+            if name not in self._suspects
+            and number not in written
+            and known.marks[number] == fresh.marks[number]
+        }
+
+    # --- creeping ----------------------------------------------------------------------------
+
+    def creep(self, most_bytes: int) -> bool:
+        """Check over some more of the values; returns whether a pass has ended. For the creeping thread."""
+        if self._creep is None:
+            self._creep = self._pass(most_bytes)
+        if next(self._creep, None) is not None:
+            return False
+        self._creep = None
+        return True
+
+    def _pass(self, most_bytes: int) -> Iterator[int]:
+        with self._lock:
+            known = self._known
+            present = self._layout.present()
+            if known is None or not known.is_same(present):
+                return  # the next reading sees that by itself
+            tensors = [weakref.ref(tensor) for tensor in known.tensors(present)]
+        del present
+        left = most_bytes
+        for number, reference in enumerate(tensors):
+            tensor = reference()
+            if tensor is None or tensor.is_meta or tensor.numel() == 0:
+                continue
+            part = Checksum(tensor)
+            while count := part.advance(left):
+                left -= count
+                if left <= 0:
+                    yield number
+                    left = most_bytes
+            with self._lock:
+                if self._known is not known or _marks([tensor])[0] != known.marks[number]:
+                    return
+                if part.digest() != known.checksums[number]:
+                    self._suspects.add(known.names[number])
+            del tensor, part
+
+
+_watches: weakref.WeakKeyDictionary[Any, ModelWatch] = weakref.WeakKeyDictionary()
+_guard = locks.fork_safe_lock()
+
+
+def watch_of(model: torch.nn.Module) -> ModelWatch:
+    """The watch of a model, one for all who use it."""
+    with _guard:
+        if model not in _watches:
+            _watches[model] = ModelWatch(model)
+        return _watches[model]
+
+
+# --- what is around the weights ------------------------------------------------------------------
+
+
+def _surroundings(model: torch.nn.Module, layout: _Layout) -> tuple[Any, ...]:
+    """Adapters, config and settings that change what the same weights compute."""
+    return _adapter_states(layout.adapters), config_of(model), numerics()
+
+
+def adapters_of(model: torch.nn.Module) -> tuple[str, ...]:
+    """The adapters that are active or merged, layer by layer."""
+    fields = (module.__dict__ for module in model.modules())
+    return _adapter_states([each for each in fields if "merged_adapters" in each])
+
+
+def _adapter_states(layers: list[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(str([each.get(name) for name in _ADAPTER_FIELDS]) for each in layers)
+
+
+def config_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The fields of the model's configs; the attention is the model's own, whoever runs a forward now."""
+    found = []
+    config = getattr(model, "config", None)
+    for each in _with_parts(config):
+        fields = {name: value for name, value in vars(each).items() if not hasattr(value, "to_dict")}
+        name = (
+            "_attn_implementation_internal"
+            if "_attn_implementation_internal" in fields
+            else "_attn_implementation"
+        )
+        fields[name] = attention.own_name(getattr(each, "_attn_implementation", None))
+        fields.pop("_attn_implementation_autoset", None)
+        found.append((type(each).__name__, fields))
+    return found
+
+
+def _with_parts(config: Any) -> list[Any]:
+    if config is None or not hasattr(config, "to_dict"):
+        return []
+    parts = [
+        value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "__dict__")
+    ]
+    return [config, *parts]
+
+
+def numerics() -> tuple[Any, ...]:
+    """Settings of torch that change the numbers of a forward."""
+    cuda = torch.backends.cuda.matmul
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch's newer settings are in use
+        precision = str(getattr(cuda, "fp32_precision", ""))
+    return (
+        precision,
+        cuda.allow_bf16_reduced_precision_reduction,
+        cuda.allow_fp16_reduced_precision_reduction,
+        torch.get_default_dtype(),
+    )
+
+
+# --- states that cannot be known -----------------------------------------------------------------
+
+
+def gated_reason(layout: _Layout) -> str:
+    """Why nothing may be read or stored while the model is like this; empty where it may."""
+    if why := _ambient_reason(layout):
+        return f"gated: {why}"
+    if any(map(_training, layout.dicts)):
+        number = next(number for number, each in enumerate(layout.dicts) if each["training"])
+        return f"gated: {layout.names[number]} is in train mode"
+    if any(map(_hooks, layout.dicts)) or any(map(_pre_hooks, layout.dicts)):
+        for name, each in zip(layout.names, layout.dicts, strict=True):
+            for hook in (*each["_forward_hooks"].values(), *each["_forward_pre_hooks"].values()):
+                if not _is_known(hook):
+                    return f"gated: {name} has a forward hook"
+    for number, each in enumerate(layout.dicts):
+        if "forward" in each and not _is_known_forward(each):
+            return f"gated: the forward of {layout.names[number]} was replaced"
+    return ""
+
+
+def _ambient_reason(layout: _Layout) -> str:
+    if any(torch.is_autocast_enabled(kind) for kind in _device_types(layout)):
+        return "autocast is on"
+    hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+    if any(hooks):
+        return "there is a forward hook for all modules"
+    if torch._C._len_torch_dispatch_stack() or _function_modes():
+        return "a torch mode changes what operators do"
+    return ""
+
+
+def _device_types(layout: _Layout) -> set[str]:
+    tensors = next(map(_values, layout.tensor_dicts), ())
+    return {"cpu", *(tensor.device.type for tensor in tensors if tensor is not None)}
+
+
+def _function_modes() -> bool:
+    """Whether a mode is on that is not just torch's default device."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _is_known(function: Any) -> bool:
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    return package in _KNOWN_PACKAGES
+
+
+def _is_known_forward(fields: dict[str, Any]) -> bool:
+    """Whether it is ours, that of a library which moves layers between devices, or the class's own."""
+    forward = fields["forward"]
+    if "_hf_hook" in fields:
+        return type(fields["_hf_hook"]).__module__.startswith("accelerate.")
+    is_own = (
+        getattr(forward, "__func__", None) is torch.nn.Linear.forward
+    )  # of a copy made while ours was there
+    return is_own or bool(getattr(forward, "is_kvboosts", False))
