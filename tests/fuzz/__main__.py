@@ -27,7 +27,7 @@ def main() -> None:
                 tally=tally,
             )
         except BaseException:
-            print(f"seed {number} fails, met after {tally.failed_after_s:.1f} s: {tally.summary()}")  # noqa: T201
+            print(f"seed {number} fails", flush=True)  # noqa: T201
             raise
         number += 1
         print(f"{time.monotonic() - started:.0f} s, seeds to {number}: {tally.summary()}", flush=True)  # noqa: T201

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +60,7 @@ GROUPS = frozenset((*REQUESTS, *CHANGES))
 BETWEEN = ("weights", "partial", "adapters", "buffers", "hooks", "flags", "dtype", "attention")  # two results
 WITHIN = ("weights", "partial", "adapters", "buffers", "hooks")  # two tokens of one request
 CHECK_SECONDS = 0.1
+ALTERED_STEPS = 5
 PREFIX = GenerationMode.PREFIX_CACHE
 WORDS = ("Why is the sky blue?", "And the sea?", "Thanks.", "Tell me more, please.", "No.")
 BASES = tuple(random_ids(80, seed) for seed in (1, 2, 3))
@@ -145,6 +147,20 @@ def needs(*groups: str) -> Callable[[Any], Any]:
     return precondition(lambda self: self.groups.issuperset(groups) and self.engines)
 
 
+def step(**strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+    """A rule that the machine remembers, so that an example can be run again without hypothesis."""
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def remembered(self: Any, **drawn: Any) -> None:
+            self.note(function.__name__, drawn)
+            function(self, **drawn)
+
+        return rule(**strategies)(remembered)
+
+    return decorate
+
+
 # --- what is remembered ----------------------------------------------------------------------------
 
 
@@ -203,6 +219,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.steps: list[tuple[str, dict[str, Any]]] = []
         self.engines: list[Opened] = []
         self.subject: Subject
         self.sibling: KVBoost | None = None
@@ -212,16 +229,32 @@ class Machine(RuleBasedStateMachine):
         self.chats: list[list[dict[str, str]]] = [[], [], []]
         self.unnoticed = False  # a part of a weight was written to, and the engines need not know yet
         self._threads = torch.get_num_threads()
+        self._altered_for = 0
+
+    def note(self, name: str, drawn: dict[str, Any]) -> None:
+        """Remember a step. What keeps KV from being reused ends after some steps."""
+        self.steps.append((name, drawn))
+        self.tally.steps += 1
+        if self.engines and self.subject.is_altered:
+            self._altered_for += 1
+        else:
+            self._altered_for = 0
+        if self._altered_for > ALTERED_STEPS:
+            self.subject.settle()
 
     # --- engines -----------------------------------------------------------------------------
 
     @initialize(
-        data=st.data(), chunk_size=st.sampled_from((8, 16)), on_disk=st.booleans(), timed=st.booleans()
+        kind=st.integers(0, len(KINDS) - 1),
+        chunk_size=st.sampled_from((8, 16)),
+        on_disk=st.booleans(),
+        timed=st.booleans(),
     )
-    def begin(self, data: st.DataObject, chunk_size: int, on_disk: bool, timed: bool) -> None:
+    def begin(self, kind: int, chunk_size: int, on_disk: bool, timed: bool) -> None:
+        self.note("begin", {"kind": kind, "chunk_size": chunk_size, "on_disk": on_disk, "timed": timed})
         torch.set_num_threads(1)
         self.tally.examples += 1
-        self.subject = Subject(data.draw(st.sampled_from(self.kinds), label="kind"))
+        self.subject = Subject(self.kinds[kind % len(self.kinds)])
         options: dict[str, Any] = {"chunk_size": chunk_size, "max_chunks": None}
         if timed:
             options["weights_check_seconds"] = CHECK_SECONDS
@@ -246,7 +279,7 @@ class Machine(RuleBasedStateMachine):
 
     @needs("engines")
     @precondition(lambda self: len(self.engines) < 2 and self.can_open)
-    @rule(
+    @step(
         chunk_size=st.sampled_from((8, 16)),
         max_chunks=st.sampled_from((None, 6)),
         bit_exact=st.booleans(),
@@ -256,6 +289,8 @@ class Machine(RuleBasedStateMachine):
     def open_second(
         self, chunk_size: int, max_chunks: int | None, bit_exact: bool, packed: bool | None, of_adapters: bool
     ) -> None:
+        if len(self.engines) > 1 or not self.can_open:
+            return
         adapted = self.subject.adapted if of_adapters else None
         options = {"chunk_size": chunk_size, "max_chunks": max_chunks, "bit_exact": bit_exact}
         with self._unharmed():
@@ -265,8 +300,10 @@ class Machine(RuleBasedStateMachine):
 
     @needs("engines")
     @precondition(lambda self: self.can_open)
-    @rule(which=WHICH)
+    @step(which=WHICH)
     def reopen(self, which: int) -> None:
+        if not self.can_open:
+            return
         opened = self._pick(which)
         opened.engine.close()
         self.engines.remove(opened)
@@ -367,7 +404,7 @@ class Machine(RuleBasedStateMachine):
             assert after[name] == value, f"{name}: {value} before, {after[name]} after"
 
     def _ask(self, call: Callable[[], Any], *stocks: Stock | None, may_refuse: bool = False) -> Any:
-        """What `call` gives; None where it fails and may: stock fails too, or refuses what is allowed to be."""
+        """What `call` gives; None where it may fail and does: stock fails too, or it refuses an option."""
         try:
             with self._unharmed():
                 return call()
@@ -382,7 +419,6 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def stores_are_sound(self) -> None:
-        self.tally.steps += 1
         for opened in self.engines:
             opened.engine.cache_manager.check_integrity()
 
@@ -405,12 +441,12 @@ class Machine(RuleBasedStateMachine):
         return result
 
     @needs("generate")
-    @rule(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS)
+    @step(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS)
     def generate(self, which: int, ask: Ask, new_tokens: int) -> None:
         self._generate(which, ask, new_tokens)
 
     @needs("generate")
-    @rule(which=WHICH, ask=asks(("ids", "more")), new_tokens=NEW_TOKENS)
+    @step(which=WHICH, ask=asks(("ids", "more")), new_tokens=NEW_TOKENS)
     def generate_again(self, which: int, ask: Ask, new_tokens: int) -> None:
         """The same prompt twice, and then the whole of it with its answer and a little more."""
         if (result := self._generate(which, ask, new_tokens)) is not None:
@@ -419,35 +455,35 @@ class Machine(RuleBasedStateMachine):
                 self._generate(which, Ask("more", len(self.history) - 1, 1, ask.tail), new_tokens)
 
     @needs("chat")
-    @rule(which=WHICH, base=st.integers(0, 2), words=st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    @step(which=WHICH, base=st.integers(0, 2), words=st.lists(st.integers(0, 4), min_size=1, max_size=3))
     def chat(self, which: int, base: int, words: list[int]) -> None:
         for word in words:
             self._generate(which, Ask("chat", base, 1, word), 5)
 
     @needs("options")
-    @rule(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, options=st.sampled_from(OPTIONS))
+    @step(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, options=st.sampled_from(OPTIONS))
     def generate_with_options(self, which: int, ask: Ask, new_tokens: int, options: dict[str, Any]) -> None:
         self._generate(which, ask, new_tokens, **options)
 
     @needs("baseline")
-    @rule(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS)
+    @step(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS)
     def baseline(self, which: int, ask: Ask, new_tokens: int) -> None:
         result = self._generate(which, ask, new_tokens, mode=GenerationMode.BASELINE)
         assert result is None or result.cached_tokens == 0
 
     @needs("approximate")
-    @rule(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS)
+    @step(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS)
     def approximate(self, which: int, ask: Ask, new_tokens: int) -> None:
         self._generate(which, ask, new_tokens, mode=GenerationMode.CHUNK_KV_REUSE)
 
     @needs("ambient")
-    @rule(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, around=AROUND)
+    @step(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, around=AROUND)
     def generate_within(self, which: int, ask: Ask, new_tokens: int, around: str) -> None:
         with ambient(around):
             self._generate(which, ask, new_tokens)
 
     @needs("sample")
-    @rule(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, seed=st.integers(0, 5))
+    @step(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, seed=st.integers(0, 5))
     def sample(self, which: int, ask: Ask, new_tokens: int, seed: int) -> None:
         opened = self._pick(which)
         prompt, ids = self._prompt(opened.engine, ask)
@@ -459,7 +495,7 @@ class Machine(RuleBasedStateMachine):
             assert first.token_ids == second.token_ids or reference.is_coarse(opened.engine.model)
 
     @needs("generate")
-    @rule(
+    @step(
         which=WHICH,
         ask=asks(),
         new_tokens=st.integers(2, 6),
@@ -505,7 +541,7 @@ class Machine(RuleBasedStateMachine):
     # --- streams -----------------------------------------------------------------------------
 
     @needs("stream")
-    @rule(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, pieces=st.integers(0, 3))
+    @step(which=WHICH, ask=asks(), new_tokens=NEW_TOKENS, pieces=st.integers(0, 3))
     def stream(self, which: int, ask: Ask, new_tokens: int, pieces: int) -> None:
         """Read to the end (0), or closed after some pieces."""
         opened = self._pick(which)
@@ -538,7 +574,7 @@ class Machine(RuleBasedStateMachine):
                 next(stream, None)
 
     @needs("stream")
-    @rule(which=WHICH, ask=asks(), alter=balanced(*WITHIN), back=st.booleans())
+    @step(which=WHICH, ask=asks(), alter=balanced(*WITHIN), back=st.booleans())
     def stream_while_changing(self, which: int, ask: Ask, alter: Alter, back: bool) -> None:
         """The change comes at any moment of the stream's thread."""
         if alter.group not in self.groups or (alter.group == "adapters" and self.subject.adapted is None):
@@ -560,7 +596,7 @@ class Machine(RuleBasedStateMachine):
     # --- many --------------------------------------------------------------------------------
 
     @needs("batch")
-    @rule(
+    @step(
         which=WHICH,
         several=st.lists(asks(), min_size=2, max_size=4),
         new_tokens=NEW_TOKENS,
@@ -578,7 +614,7 @@ class Machine(RuleBasedStateMachine):
             self._remember(ask, prompt, ids, result)
 
     @needs("batch")
-    @rule(
+    @step(
         which=WHICH,
         several=st.lists(asks(), min_size=2, max_size=5),
         new_tokens=NEW_TOKENS,
@@ -625,7 +661,7 @@ class Machine(RuleBasedStateMachine):
             self._check(opened, ids, result, now if before is not None else None, new_tokens)
 
     @needs("score")
-    @rule(
+    @step(
         which=WHICH,
         several=st.lists(asks(), min_size=1, max_size=3),
         lengths=st.lists(st.integers(1, 5), min_size=3, max_size=3),
@@ -652,7 +688,7 @@ class Machine(RuleBasedStateMachine):
     # --- one's own generate --------------------------------------------------------------------
 
     @needs("prepare")
-    @rule(
+    @step(
         which=WHICH,
         ask=asks(),
         new_tokens=NEW_TOKENS,
@@ -699,7 +735,7 @@ class Machine(RuleBasedStateMachine):
     # --- the running batch ---------------------------------------------------------------------
 
     @needs("rows")
-    @rule(which=WHICH, several=st.lists(asks(), min_size=1, max_size=2), new_tokens=st.integers(1, 6))
+    @step(which=WHICH, several=st.lists(asks(), min_size=1, max_size=2), new_tokens=st.integers(1, 6))
     def join(self, which: int, several: list[Ask], new_tokens: int) -> None:
         for ask in several:
             self._join(self._pick(which), ask, new_tokens)
@@ -726,7 +762,7 @@ class Machine(RuleBasedStateMachine):
             opened.loop.join(request, joined)
 
     @needs("rows")
-    @rule(which=WHICH, steps=st.integers(1, 8))
+    @step(which=WHICH, steps=st.integers(1, 8))
     def advance(self, which: int, steps: int) -> None:
         opened = self._pick(which)
         for _ in range(steps if opened.loop is not None else 0):
@@ -735,7 +771,7 @@ class Machine(RuleBasedStateMachine):
             self._check_rows(opened)
 
     @needs("rows")
-    @rule(which=WHICH, row=st.integers(0, 2))
+    @step(which=WHICH, row=st.integers(0, 2))
     def leave(self, which: int, row: int) -> None:
         opened = self._pick(which)
         if opened.loop is not None and row < len(opened.loop.rows):
@@ -771,7 +807,7 @@ class Machine(RuleBasedStateMachine):
     # --- the cache -----------------------------------------------------------------------------
 
     @needs("warm")
-    @rule(which=WHICH, ask=asks())
+    @step(which=WHICH, ask=asks())
     def warm(self, which: int, ask: Ask) -> None:
         engine = self._pick(which).engine
         prompt, _ = self._prompt(engine, ask)
@@ -779,7 +815,7 @@ class Machine(RuleBasedStateMachine):
             engine.warm(prompt)
 
     @needs("pins")
-    @rule(which=WHICH, ask=asks(("ids", "more")), pinned=st.booleans())
+    @step(which=WHICH, ask=asks(("ids", "more")), pinned=st.booleans())
     def pin(self, which: int, ask: Ask, pinned: bool) -> None:
         engine = self._pick(which).engine
         prompt, _ = self._prompt(engine, ask)
@@ -787,7 +823,7 @@ class Machine(RuleBasedStateMachine):
             (engine.pin if pinned else engine.unpin)(prompt)
 
     @needs("explain")
-    @rule(which=WHICH, ask=asks())
+    @step(which=WHICH, ask=asks())
     def explain(self, which: int, ask: Ask) -> None:
         engine = self._pick(which).engine
         prompt, _ = self._prompt(engine, ask)
@@ -797,30 +833,32 @@ class Machine(RuleBasedStateMachine):
         assert engine.cache_manager.stats() == before or "disk_cache_dir" in self._pick(which).options
 
     @needs("clear")
-    @rule(which=WHICH)
+    @step(which=WHICH)
     def clear(self, which: int) -> None:
         with self._unharmed():
             self._pick(which).engine.clear()
 
     @needs("save")
-    @rule(which=WHICH)
+    @step(which=WHICH)
     def save(self, which: int) -> None:
         with self._unharmed():
             self._pick(which).engine.save(self.folder / "saved", progress=False)
 
     @needs("save")
     @precondition(lambda self: (self.folder / "saved").exists())
-    @rule(which=WHICH)
+    @step(which=WHICH)
     def load(self, which: int) -> None:
         """What was saved comes back, or is refused: the model may be another one by now."""
+        if not (self.folder / "saved").exists():
+            return
         with self._unharmed(), contextlib.suppress(CacheFileError):
             self._pick(which).engine.load(self.folder / "saved", progress=False)
 
     # --- at once -------------------------------------------------------------------------------
 
     @needs("concurrent")
-    @precondition(lambda self: not torch.is_autocast_enabled("cpu"))
-    @rule(
+    @precondition(lambda _: not torch.is_autocast_enabled("cpu"))
+    @step(
         which=st.lists(WHICH, min_size=2, max_size=2),
         several=st.lists(asks(("ids", "more", "text")), min_size=2, max_size=2),
         new_tokens=NEW_TOKENS,
@@ -828,6 +866,8 @@ class Machine(RuleBasedStateMachine):
     )
     def concurrent(self, which: list[int], several: list[Ask], new_tokens: int, with_sibling: bool) -> None:
         """Two threads at once, on one model or on two that share their config."""
+        if torch.is_autocast_enabled("cpu"):
+            return
         pairs = [self._pick(each) for each in which]
         if with_sibling and not self.subject.is_foreign:
             pairs[1] = self._with_sibling()
@@ -883,12 +923,12 @@ class Machine(RuleBasedStateMachine):
         self._apply(alter)
 
     @needs("weights")
-    @rule(alter=alters("weights"))
+    @step(alter=alters("weights"))
     def change_weights(self, alter: Alter) -> None:
         self._change(alter)
 
     @needs("partial")
-    @rule(alter=alters("partial"), told=st.booleans())
+    @step(alter=alters("partial"), told=st.booleans())
     def change_partly(self, alter: Alter, told: bool) -> None:
         self._change(alter)
         if told:
@@ -896,7 +936,7 @@ class Machine(RuleBasedStateMachine):
 
     @needs("partial")
     @precondition(lambda self: self.unnoticed)
-    @rule(wait=st.booleans())
+    @step(wait=st.booleans())
     def tell(self, wait: bool) -> None:
         self._tell(wait=wait)
 
@@ -910,54 +950,46 @@ class Machine(RuleBasedStateMachine):
         self.unnoticed = False
 
     @needs("adapters")
-    @rule(alter=alters("adapters"))
+    @step(alter=alters("adapters"))
     def change_adapters(self, alter: Alter) -> None:
         self._change(alter)
 
     @needs("buffers")
-    @rule(alter=alters("buffers"))
+    @step(alter=alters("buffers"))
     def change_buffers(self, alter: Alter) -> None:
         self._change(alter)
 
     @needs("hooks")
-    @rule(alter=alters("hooks"))
+    @step(alter=alters("hooks"))
     def change_hooks(self, alter: Alter) -> None:
         self._change(alter)
 
     @needs("forwards")
-    @rule(alter=alters("forwards"))
+    @step(alter=alters("forwards"))
     def change_forwards(self, alter: Alter) -> None:
         self._change(alter)
 
     @needs("flags")
-    @rule(alter=alters("flags", "checkpointing"))
+    @step(alter=alters("flags", "checkpointing"))
     def change_flags(self, alter: Alter) -> None:
         self._change(alter)
 
     @needs("config")
-    @rule(alter=alters("config"))
+    @step(alter=alters("config"))
     def change_config(self, alter: Alter) -> None:
         self._change(alter)
 
-    @rule(alter=balanced("autocast", "dtype", "attention", "threads"))
+    @step(alter=balanced("autocast", "dtype", "attention", "threads"))
     def change_the_rest(self, alter: Alter) -> None:
         self._change(alter)
 
-    @rule()
-    def as_at_first(self) -> None:
-        """Take back what keeps everything from being reused."""
-        for group, way in (
-            ("hooks", "none"),
-            ("forwards", "own"),
-            ("flags", "eval"),
-            ("autocast", "off"),
-            ("dtype", "float32"),
-            ("config", "reset"),
-        ):
-            self.subject.change(group, way, "", 1.0)
+    @step()
+    def settle(self) -> None:
+        """Take back what keeps KV from being reused."""
+        self.subject.settle()
 
     def teardown(self) -> None:
-        self.tally.note_failure(sys.exc_info()[1])
+        self.tally.note_failure(sys.exc_info()[1], self.steps)
         for opened in self.engines:
             opened.engine.close()
         if self.sibling is not None:

@@ -33,16 +33,18 @@ class Tally:
     refused: int = 0
     started_at: float = field(default_factory=time.monotonic)
     failed_after_s: float | None = None
+    failed_steps: list[Any] = field(default_factory=list)
 
     def summary(self) -> dict[str, int]:
         """The counts."""
         return {name: value for name, value in asdict(self).items() if isinstance(value, int)}
 
-    def note_failure(self, error: BaseException | None) -> None:
-        """Remember when the first failure was met; shrinking it takes its own time."""
+    def note_failure(self, error: BaseException | None, steps: list[Any]) -> None:
+        """Remember the first failure, and when it was met."""
         is_failure = isinstance(error, Exception) and not isinstance(error, HypothesisException)
         if is_failure and self.failed_after_s is None:
             self.failed_after_s = time.monotonic() - self.started_at
+            self.failed_steps = steps
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def answer(model: Any, ids: list[int], new_tokens: int, **options: Any) -> Stock
 def is_near_tie(
     model: Any, ids: list[int], wanted: list[int], given: list[int], new_tokens: int, **options: Any
 ) -> bool:
-    """Whether `given` leaves the model's own answer `wanted` where its two best tokens are as good as equal."""
+    """Whether `given` leaves the model's own answer `wanted` where its two best tokens are near equal."""
     options = {**options, "output_scores": True, "return_dict_in_generate": True}
     output = generate(model, ids, new_tokens, **options)
     if output.sequences[0, len(ids) :].tolist() != wanted:

@@ -112,6 +112,23 @@ class Subject:
         return torch.is_autocast_enabled("cpu") or bool(self.hooks or self.forwards) or self.is_random
 
     @property
+    def is_altered(self) -> bool:
+        """Whether something is set that keeps KV from being reused, or changes how answers are chosen."""
+        return self.is_foreign or self.dtype is not torch.float32 or bool(self.fields)
+
+    def settle(self) -> None:
+        """Take back all of that; weights, buffers and adapters stay as they are."""
+        for group, way in (
+            ("hooks", "none"),
+            ("forwards", "own"),
+            ("flags", "eval"),
+            ("autocast", "off"),
+            ("dtype", "float32"),
+            ("config", "reset"),
+        ):
+            CHANGES[group][way](self, "", 1.0)
+
+    @property
     def rotary(self) -> torch.nn.Module:
         return self.inner.model.rotary_emb
 
@@ -508,7 +525,8 @@ def _reset_fields(subject: Subject, target: str, factor: float) -> None:  # noqa
 
 def _attention(name: str) -> Way:
     def way(subject: Subject, target: str, factor: float) -> None:  # noqa: ARG001
-        subject.inner.set_attn_implementation(name)
+        with contextlib.suppress(ValueError):  # not every model has every one
+            subject.inner.set_attn_implementation(name)
 
     return way
 
