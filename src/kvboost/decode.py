@@ -28,6 +28,7 @@ from kvboost import attention, linears
 from kvboost.compat import ASSISTED_FEEDS_WHOLE_PROMPT
 from kvboost.errors import InvalidRequestError
 from kvboost.locks import model_lock
+from kvboost.windows import can_fold
 
 _CALL_OPTIONS = frozenset(
     {
@@ -398,6 +399,6 @@ def running(model: Any, *, fast: bool, was_read: bool = False) -> Iterator[None]
             kernels.enter_context(torch.no_grad())
         if fast:
             kernels.enter_context(linears.faster(model, was_read=was_read))
-        if fast and attention.can_engage(model):
+        if fast and can_fold(model):
             kernels.enter_context(attention.folded(model))
         yield

@@ -19,7 +19,7 @@ from kvboost.arena import Arena, KVLayout
 from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
 from kvboost.rows import LOGIT_TOLERANCE, SMALL_WINDOW, trial_ids, trial_tokens
-from kvboost.windows import Windows, kept_by_own_cache, windows_now
+from kvboost.windows import Windows, can_fold, kept_by_own_cache, windows_now
 
 
 def check_exactness(model: Any, layout: KVLayout) -> None:
@@ -40,7 +40,7 @@ def check_exactness(model: Any, layout: KVLayout) -> None:
     differences = {}
     with probing(model, "checking that a cache in parts gives the same logits"):
         whole = model(input_ids=ids, use_cache=False).logits[0].float()
-        with attention.folded(model) if attention.can_engage(model) else nullcontext():
+        with attention.folded(model) if can_fold(model) else nullcontext():
             differences["a cache in parts"] = _difference(model, ids, whole, Arena(layout, tokens))
         if smallest_kept is not None and not learned.layers:  # masks that were not seen are tried
             own = DynamicCache(config=text_config(model))

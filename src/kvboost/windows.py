@@ -67,6 +67,14 @@ def windows_now(model: Any) -> Windows:
     return kept[1]
 
 
+def can_fold(model: Any) -> bool:
+    """Whether folded attention may stand in for the model's own: also where it looks at its name only.
+
+    Models without the interface take another path where the name is not "sdpa", with masks not made for it.
+    """
+    return attention.can_engage(model) and not windows_of(model).is_own_attention
+
+
 def _learn(model: Any) -> Windows:
     recorder = _Recorder()
     cached = _far_end(model)
@@ -95,7 +103,7 @@ def _learn(model: Any) -> Windows:
 
 
 def _uses_masks(config: Any) -> bool:
-    return config._attn_implementation in ("sdpa", "eager", attention.NAME)
+    return attention.own_name(config._attn_implementation) in ("sdpa", "eager")
 
 
 @contextmanager
@@ -157,8 +165,8 @@ def _window(mask: torch.Tensor | None, cached: int) -> tuple[int | None, str]:
     if mask.dim() != 4 or mask.shape[0] != 1 or mask.shape[2:] != (_TOKENS, tokens):
         raise _UnknownMaskError(f"has the shape {tuple(mask.shape)}, expected {(1, 1, _TOKENS, tokens)}")
     visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
-    first = int(visible[0, 0, 0].to(torch.uint8).argmax())
-    window = None if first == 0 else cached + 1 - first
+    first = int(visible[0, 0, -1].to(torch.uint8).argmax())  # that the last token sees
+    window = None if first == 0 else tokens - first
     keys = torch.arange(tokens, device=mask.device)
     queries = torch.arange(cached, tokens, device=mask.device)[:, None]
     expected = keys <= queries
