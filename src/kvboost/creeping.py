@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,12 +59,14 @@ class Creeper:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._tasks: list[_Task] = []
+        self._left: deque[int] = deque()  # users that are gone
         self._thread: threading.Thread | None = None
         self._ended = False
 
     def add(self, user: int, watched: Watched, lock: locks.ModelLock, seconds: float) -> None:
         """Creep over `watched` on behalf of `user`, who wants changes seen within `seconds`."""
         with self._changed:
+            self._let_go()  # one that is gone may have had the same name
             task = next((each for each in self._tasks if each.watched() is watched), None)
             if task is None:
                 now = time.monotonic()
@@ -86,13 +89,23 @@ class Creeper:
             self._thread.start()
 
     def remove(self, user: int) -> None:
-        """Creep no more on behalf of `user`."""
-        with self._changed:
+        """Creep no more on behalf of `user`. It waits for nothing: garbage is collected in any thread."""
+        self._left.append(user)
+        if self._changed.acquire(blocking=False):
+            try:
+                self._let_go()
+                self._changed.notify_all()
+            finally:
+                self._changed.release()
+
+    def _let_go(self) -> None:
+        """Forget users that have left, with the lock held."""
+        while self._left:
+            user = self._left.popleft()
             for task in list(self._tasks):
                 task.seconds.pop(user, None)
                 if not task.seconds:
                     self._tasks.remove(task)
-            self._changed.notify_all()
 
     def end(self) -> None:
         """Stop the thread, when Python ends."""
@@ -123,7 +136,10 @@ class Creeper:
     def _next(self) -> _Task | None:
         """The task that is due; waits for it. None when there is no more to do."""
         with self._changed:
-            while self._tasks and not self._ended:
+            while True:
+                self._let_go()
+                if not self._tasks or self._ended:
+                    break
                 task = min(self._tasks, key=lambda each: each.due)
                 wait = task.due - time.monotonic()
                 if wait <= 0:

@@ -66,7 +66,7 @@ from kvboost.namespace import Namespace, NamespaceTracker
 from kvboost.placement import Placer
 from kvboost.prepared import LENGTH_REASON, PreparedPrompt
 from kvboost.prompt_assembler import PromptAssembler, ReusePlan
-from kvboost.prompts import Prompt, PromptReader
+from kvboost.prompts import Prompt, PromptReader, check_text
 from kvboost.requests import Request, RequestReader, ScoreRequest
 from kvboost.row_loop import RowLoop
 from kvboost.row_server import RowServer, Scores
@@ -141,6 +141,7 @@ class InferenceEngine:
             pack_weights=pack_weights,
             weights_check_seconds=weights_check_seconds,
         )
+        check_text(cache_salt, "cache_salt")
         check_model_compatibility(model, strict=strict)
         if (reason := structural_refusal(model)) is not None:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
@@ -892,6 +893,7 @@ class InferenceEngine:
             **self.cache_manager.stats(),
             "workspace_bytes": self._workspace.nbytes,
             "packed_weights_bytes": linears.packed_bytes(self.model),
+            "remembered_answers_bytes": self._reader.answers_bytes,
             "batches": dataclasses.asdict(self._rows.counts),
         }
         return stats if self._disk is None else {**stats, "disk": self._disk.stats()}
@@ -1098,7 +1100,12 @@ class InferenceEngine:
         return self._namespaces.watch.check_all()
 
     def _salt(self, cache_salt: str | None) -> str:
-        return self.settings.cache_salt if cache_salt is None else cache_salt
+        if cache_salt is None:
+            return self.settings.cache_salt
+        if not isinstance(cache_salt, str):
+            raise InvalidRequestError(f"cache_salt must be text, got {cache_salt!r}")
+        check_text(cache_salt, "cache_salt")
+        return cache_salt
 
     def _live(self, request: Request, reason: str) -> Span:
         return Span(0, len(request.prompt), Origin.LIVE, reason)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost, linears
+from kvboost.errors import InvalidRequestError
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_6_shared_configs import in_threads
 from tests.tiny_models import random_ids, tiny_model, tiny_tokenizer
@@ -241,6 +242,14 @@ def test_a_fork_while_threads_run() -> None:
         check=False,
     )
     assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
+
+
+@pytest.mark.parametrize("salt", ["half \ud800", 7, b"salt"])
+def test_a_salt_that_is_no_text(salt: Any, make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="cache_salt"):
+        make_engine(cache_salt=salt)
+    with pytest.raises(InvalidRequestError, match="cache_salt"):
+        make_engine().generate(PROMPT, max_new_tokens=2, cache_salt=salt)
 
 
 def test_weights_changed_from_another_thread(make_engine: MakeEngine) -> None:

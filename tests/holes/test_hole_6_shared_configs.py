@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.locks import model_lock
+from kvboost.namespace import NamespaceTracker
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
@@ -70,6 +70,8 @@ def test_two_models_that_share_a_config(
     engines = [make_engine(model=model) for model in (first, second)]
     in_threads(*(asking(engine, 100 * number) for number, engine in enumerate(engines)))
     assert first.config._attn_implementation == implementation
+    from kvboost.locks import model_lock
+
     assert model_lock(first)._parts == model_lock(second)._parts
 
 
@@ -123,8 +125,11 @@ def test_the_digest_is_the_same_while_a_request_runs(make_engine: MakeEngine) ->
     expected = engine.namespace()
     found = []
 
+    def read() -> None:
+        found.append(NamespaceTracker(engine.model, engine._encoding()).current(""))
+
     def noting(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        thread = threading.Thread(target=lambda: found.append(engine.namespace()))
+        thread = threading.Thread(target=read)
         thread.start()
         thread.join()
         return scores
