@@ -170,7 +170,7 @@ class InferenceEngine:
             if not bit_exact:
                 linears.pack(model, pack_weights, self)
             check_exactness(model, self.layout)
-            self._why_no_rows = rows.why_not(model, self.layout)
+            self.why_no_rows = rows.why_not(model, self.layout)
             self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
             self._namespaces.watch.read()
             self._namespaces.watch.ignore_what_forwards_change(before)
@@ -498,8 +498,8 @@ class InferenceEngine:
             return "bit-exact mode" if self.bit_exact else "overlap encoding"
         if why := self._why_plain(request):
             return why
-        if self._why_no_rows:
-            return self._why_no_rows
+        if self.why_no_rows:
+            return self.why_no_rows
         return row_decode.why_alone(request.options)
 
     def running_batch(self, max_rows: int | None = None, prompt_tokens: int | None = None) -> RowLoop:
@@ -583,7 +583,7 @@ class InferenceEngine:
             with model_lock(self.model):
                 self._misfit = self._why_misfit()
                 if not self._misfit:
-                    self._why_no_rows = rows.why_not(self.model, self.layout)
+                    self.why_no_rows = rows.why_not(self.model, self.layout)
             self._structure = state.structure
         found = self._namespaces.of(state, salt)
         return dataclasses.replace(found, gated=self._misfit) if self._misfit and not found.gated else found

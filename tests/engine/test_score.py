@@ -78,7 +78,7 @@ def test_shared_starts_are_computed_once_and_equal_forwards_are_shared(
     start = random_ids(64, 1)
     prompts = [start + random_ids(10, 50 + i) for i in range(5)]
     pairs = [(prompt, [30 + each]) for prompt in prompts for each in range(4)]
-    assert not engine._why_no_rows
+    assert not engine.why_no_rows
     fed = count_fed(monkeypatch, engine.model)
     results = engine.score(*map(list, zip(*pairs, strict=True)))
     assert sum(fed) == 64 + 5 * 10

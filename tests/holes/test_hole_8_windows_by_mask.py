@@ -74,9 +74,9 @@ def test_transformers_4_is_refused_with_the_measured_difference(
 def test_a_window_by_mask_runs_in_rows(make_engine: MakeEngine) -> None:
     """PhiMoE's mask is an ordinary window, so nothing is lost; Doge's depends on the data."""
     engine = make_engine(model=build("phimoe"))
-    assert not engine._why_no_rows
+    assert not engine.why_no_rows
     assert windows_of(engine.model).layers == (WINDOW,) * 4
-    assert make_engine(model=build("doge"))._why_no_rows
+    assert make_engine(model=build("doge")).why_no_rows
 
 
 @from_5_on
