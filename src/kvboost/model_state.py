@@ -51,7 +51,7 @@ class _Layout:
         self.names = [name or type(model).__name__ for name, _ in named]
         self.dicts = [module.__dict__ for _, module in named]
         self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
-        self.child_ids = list(map(id, chain.from_iterable(map(_values, self.children))))
+        self.modules = tuple(chain.from_iterable(map(_values, self.children)))
         self.adapters = [each for each in self.dicts if "merged_adapters" in each]
         self.tensor_dicts: list[dict[str, torch.Tensor | None]] = []
         self.tensor_names: list[str] = []
@@ -69,8 +69,8 @@ class _Layout:
                     self.tensor_names.append(full)
 
     def is_current(self) -> bool:
-        ids = list(map(id, chain.from_iterable(map(_values, self.children))))
-        return ids == self.child_ids and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
+        modules = tuple(chain.from_iterable(map(_values, self.children)))
+        return modules == self.modules and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
 
     def present(self) -> list[torch.Tensor | None]:
         """Parameters and buffers as they are now, in the order of `tensor_names`."""
@@ -84,7 +84,7 @@ def _changes_with_length(module: torch.nn.Module, name: str) -> bool:
 
 
 class _Known:
-    """Tensors as they were at the last reading, each once: names, marks, checksums, and a probe."""
+    """Tensors as they were at the last reading, each once: names, versions, places, checksums, a probe."""
 
     def __init__(self, layout: _Layout, present: list[torch.Tensor | None]) -> None:
         self.ids = list(map(id, present))
@@ -95,7 +95,7 @@ class _Known:
         self._picks = list(picks.values())
         tensors = self.tensors(present)
         self.names = [layout.tensor_names[number] for number in self._picks]
-        self.marks = _marks(tensors)
+        self.versions, self.places = _versions(tensors), _places(tensors)
         self.kinds = [f"{tensor.dtype}|{tuple(tensor.shape)}|{tensor.device.type}" for tensor in tensors]
         self.probe = Probe(tensors)
         self.probe.note()
@@ -108,24 +108,30 @@ class _Known:
 
     def is_same(self, present: list[torch.Tensor | None]) -> bool:
         """Whether no tensor was replaced, moved, or written to in a way that torch counts."""
-        return list(map(id, present)) == self.ids and _marks(self.tensors(present)) == self.marks
+        if list(map(id, present)) != self.ids:
+            return False
+        tensors = self.tensors(present)
+        return _versions(tensors) == self.versions and _places(tensors) == self.places
 
 
-def _marks(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
     try:
-        return [(each._version, each.data_ptr(), each.dtype, each.stride()) for each in tensors]
-    except RuntimeError:  # inference tensors have no version, others no memory of their own
-        return [(_version(each), _place(each), each.dtype, each.shape) for each in tensors]
+        return [each._version for each in tensors]
+    except RuntimeError:  # inference tensors have none
+        return [0 if each.is_inference() else each._version for each in tensors]
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _places(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return [each.data_ptr() for each in tensors]
+    except RuntimeError:
+        return [_place(each) for each in tensors]
 
 
 def _place(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:
+    except RuntimeError:  # it has no memory of its own
         return 0
 
 
@@ -248,8 +254,7 @@ class ModelWatch:
         before = dict(zip(known.names, known.checksums, strict=True))
         if known.names != fresh.names or known.ids != fresh.ids:
             return before, set()
-        stayed = all(old[1] == new[1] for old, new in zip(known.marks, fresh.marks, strict=True))
-        if not stayed and not known.probe.holds_memory:
+        if known.places != fresh.places and not known.probe.holds_memory:
             return before, set()
         written = known.probe.changed()
         return before, {
@@ -257,7 +262,8 @@ class ModelWatch:
             for number, name in enumerate(fresh.names)
             if name not in self._suspects
             and number not in written
-            and known.marks[number] == fresh.marks[number]
+            and known.versions[number] == fresh.versions[number]
+            and known.places[number] == fresh.places[number]
         }
 
     # --- creeping ----------------------------------------------------------------------------
@@ -291,7 +297,8 @@ class ModelWatch:
                     yield number
                     left = most_bytes
             with self._lock:
-                if self._known is not known or _marks([tensor])[0] != known.marks[number]:
+                is_same = _versions([tensor])[0] == known.versions[number]
+                if self._known is not known or not is_same or _place(tensor) != known.places[number]:
                     return
                 if part.digest() != known.checksums[number]:
                     self._suspects.add(known.names[number])
