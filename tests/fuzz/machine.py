@@ -371,7 +371,19 @@ class Machine(RuleBasedStateMachine):
         new_tokens: int,
         **options: Any,
     ) -> None:
-        """Compare an answer with the model's own."""
+        """Compare an answer with the model's own, and what was reused with what may be now."""
+        self._check_answer(opened, ids, result, stock, new_tokens, **options)
+        self._check_plain(opened, result)
+
+    def _check_answer(
+        self,
+        opened: Opened,
+        ids: list[int],
+        result: GenerationResult,
+        stock: Stock | None,
+        new_tokens: int,
+        **options: Any,
+    ) -> None:
         assert result.prompt_tokens == len(ids)
         assert [result.spans[0].start, result.spans[-1].end] == [0, len(ids)]
         if stock is None or stock.error is not None:
@@ -386,7 +398,6 @@ class Machine(RuleBasedStateMachine):
                 )
                 assert tie, f"kvboost: {given}, the model itself: {stock.token_ids} ({_origins(result)})"
                 self.tally.near_ties += 1
-        self._check_plain(opened, result)
 
     def _check_plain(self, opened: Opened, result: Any) -> None:
         """Where the model computes in a way that is in no weight, nothing may be reused."""
@@ -658,7 +669,7 @@ class Machine(RuleBasedStateMachine):
             self.tally.checks += 1
             self.tally.hits += result.cached_tokens > 0
         else:
-            self._check(opened, ids, result, now if before is not None else None, new_tokens)
+            self._check_answer(opened, ids, result, now if before is not None else None, new_tokens)
 
     @needs("score")
     @step(

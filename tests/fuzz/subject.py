@@ -301,10 +301,10 @@ def _everything(subject: Subject, target: str, factor: float) -> None:  # noqa: 
 
 
 def _swap_module(subject: Subject, target: str, factor: float) -> None:
-    if subject.hooks or subject.forwards:  # a copy would carry them along
+    module, own = subject.owner(target)
+    if subject.hooks or subject.forwards or "forward" in vars(module):  # a copy would carry them along
         _data_assign(subject, target, factor)
         return
-    module, own = subject.owner(target)
     parent_path, _, child = next(
         path for path, each in subject.inner.named_modules() if each is module
     ).rpartition(".")
