@@ -108,6 +108,7 @@ OPTIONS: Parameters = {  # keyword-only parameters of the constructor
     "cache_salt": "",
     "prefill_block": None,
     "pack_weights": None,
+    "weights_check_seconds": 60.0,
 }
 
 VALUES: tuple[tuple[str, Any], ...] = (  # values that the constructor takes
@@ -127,6 +128,7 @@ VALUES: tuple[tuple[str, Any], ...] = (  # values that the constructor takes
     ("cache_device", "model"),
     ("prefill_block", 16),
     ("pack_weights", False),
+    ("weights_check_seconds", None),
     ("bit_exact", True),
     ("device", "cpu"),
 )
@@ -154,6 +156,7 @@ METHODS: dict[str, Parameters] = {
     },
     "warm": {"text": REQUIRED, "position_offset": 0},
     "cache_stats": {},
+    "weights_changed": {},
     "verify_correctness": {"prompts": None, "max_new_tokens": 32},
     "explain": {"prompt": REQUIRED},
     "stream": {"prompt": REQUIRED},

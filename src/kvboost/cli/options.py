@@ -30,6 +30,19 @@ def count_or_none(value: Any) -> int | None:
     return count
 
 
+def seconds_or_none(value: Any) -> float | None:
+    """A time greater than 0, or None for the word none."""
+    if str(value).lower() == "none":
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise click.BadParameter(f'expected a time greater than 0 or "none", got {value!r}')
+    return seconds
+
+
 @dataclass(frozen=True)
 class Flag:
     """One option: its name in Python, what it takes (bool = a switch), its default, what it does."""
@@ -47,7 +60,12 @@ class Flag:
 
     @property
     def metavar(self) -> str | None:
-        return {count_or_none: "N|none", ratio_or_auto: "SHARE|auto", bits: "16|8|4|k8v4"}.get(self.kind)
+        return {
+            count_or_none: "N|none",
+            seconds_or_none: "S|none",
+            ratio_or_auto: "SHARE|auto",
+            bits: "16|8|4|k8v4",
+        }.get(self.kind)
 
 
 def ratio_or_auto(value: Any) -> float | str:
@@ -140,6 +158,12 @@ ENGINE_FLAGS = (
         None,
         "Keep a copy of float32 weights in the order that a CPU reads fastest.",
         "where memory allows",
+    ),
+    Flag(
+        "weights_check_seconds",
+        seconds_or_none,
+        60.0,
+        'Within so many seconds a write to a part of a weight is noticed; "none" = not looked for.',
     ),
     Flag("device", str, None, 'Where the model runs: "cpu", "cuda", "cuda:1", "mps".', "the best there is"),
     Flag("strict", bool, True, "Refuse architectures that are known not to work, or only warn."),
