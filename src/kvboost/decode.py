@@ -74,6 +74,7 @@ _GONE_KINDS = ("contrastive_search", "dola_generation", "group_beam_search", "co
 # With these a cache holds what the model computed; with others ("quantized") it holds less.
 _LOSSLESS_CACHES = (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window")
 _OFFLOADED = ("offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked")
+_ASSISTANCE = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")
 _TINY, _MANY = 1e-6, float("inf")
 _RANGES: dict[str, tuple[float, float]] = {  # what transformers takes without a word and then ignores
     "top_p": (_TINY, 1),
@@ -285,7 +286,9 @@ def _generating(model: Any, config: GenerationConfig) -> Iterator[Any]:
     the model that the caller knows is left alone, also while other threads use it.
     """
     handle = copy.copy(model)
-    handle.__dict__["generation_config"] = config
+    handle.__dict__["generation_config"] = own_config = copy.deepcopy(config)
+    for name in _ASSISTANCE:  # a model that assists itself generates within, and must not be assisted there
+        setattr(own_config, name, getattr(model.generation_config, name, None))
     inner = [getattr(model, "base_model", None), getattr(getattr(model, "base_model", None), "model", None)]
     kept = [(each, vars(each)["generation_config"]) for each in inner if "generation_config" in _fields(each)]
     layers = getattr(model.config, "num_hidden_layers", None)

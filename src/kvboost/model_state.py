@@ -50,6 +50,7 @@ class _Layout:
         named = list(model.named_modules())
         self.names = [name or type(model).__name__ for name, _ in named]
         self.dicts = [module.__dict__ for _, module in named]
+        self.kinds = [type(module) for _, module in named]
         self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
         self.modules = tuple(chain.from_iterable(map(_values, self.children)))
         self.adapters = [each for each in self.dicts if "merged_adapters" in each]
@@ -147,7 +148,8 @@ class ModelWatch:
         self._surroundings: Any = None
         self._version = 0
         self._structure = 0
-        self._revisions: dict[int, int] = {}
+        self._revisions: dict[int, int] = {}  # by id, of the tensors known now
+        self._last_revision = 0
         self._suspects: set[str] = set()
         self._creep: Iterator[int] | None = None
 
@@ -232,15 +234,17 @@ class ModelWatch:
         fresh = _Known(self._layout, present)
         tensors = fresh.tensors(present)
         before, untouched = self._as_before(known, fresh)
+        self._last_revision += 1
         revisions: dict[int, int] = {}
+        same_tensors = known is not None and known.ids == fresh.ids  # else an id may be another tensor's
         has_changed = known is None or known.names != fresh.names or known.kinds != fresh.kinds
         for number, (name, tensor) in enumerate(zip(fresh.names, tensors, strict=True)):
             value = before[name] if number in untouched else checksum(tensor)
             fresh.checksums.append(value)
             is_other = before.get(name) != value
             has_changed |= is_other
-            revision = self._revisions.get(id(tensor), -1)
-            revisions[id(tensor)] = self._version + 1 if is_other or revision < 0 else revision
+            is_kept = same_tensors and not is_other
+            revisions[id(tensor)] = self._revisions[id(tensor)] if is_kept else self._last_revision
         self._structure += known is not None and known.kinds != fresh.kinds
         self._version += has_changed
         self._known, self._revisions = fresh, revisions
@@ -392,7 +396,7 @@ def gated_reason(layout: _Layout) -> str:
                 if not _is_known(hook):
                     return f"gated: {name} has a forward hook"
     for number, each in enumerate(layout.dicts):
-        if "forward" in each and not _is_known_forward(each):
+        if "forward" in each and not _is_known_forward(each, layout.kinds[number]):
             return f"gated: the forward of {layout.names[number]} was replaced"
     return ""
 
@@ -431,12 +435,9 @@ def _is_known(function: Any) -> bool:
     return package in _KNOWN_PACKAGES
 
 
-def _is_known_forward(fields: dict[str, Any]) -> bool:
-    """Whether it is ours, that of a library which moves layers between devices, or the class's own."""
+def _is_known_forward(fields: dict[str, Any], kind: Any) -> bool:
+    """Whether it is ours, that of a library which moves layers between devices, or the class's own, put back."""
     forward = fields["forward"]
     if "_hf_hook" in fields:
         return type(fields["_hf_hook"]).__module__.startswith("accelerate.")
-    is_own = (
-        getattr(forward, "__func__", None) is torch.nn.Linear.forward
-    )  # of a copy made while ours was there
-    return is_own or bool(getattr(forward, "is_kvboosts", False))
+    return getattr(forward, "__func__", None) is kind.forward or hasattr(forward, "is_kvboosts")

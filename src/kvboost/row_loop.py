@@ -411,7 +411,7 @@ class RowLoop:
         """
         waiting: dict[int, tuple[Row, Node]] = {}
         for row in self._order:
-            if (node := row.unfilled) is not None:
+            if row.by_itself is None and (node := row.unfilled) is not None:
                 waiting.setdefault(id(node), (row, node))
         fills: dict[int, Extension] = {}
         for (row, node), count in zip(

@@ -58,14 +58,15 @@ def test_other_fields_of_the_models_own_config(
     if "num_beams" in field:
         asked = {"num_beams": 2}
     expected = stock_answer(model, PROMPT, **asked)
+    own = {name: getattr(model.generation_config, name) for name in field}
     for name, value in field.items():
         setattr(model.generation_config, name, value)
     before = model.generation_config.to_dict()
     for _ in range(2):
         assert engine.generate(PROMPT, max_new_tokens=6, mode=mode).token_ids == expected
     assert model.generation_config.to_dict() == before
-    for name in field:
-        setattr(model.generation_config, name, None)
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
     assert engine.generate([*PROMPT, 9], max_new_tokens=6, mode=mode).token_ids == stock_answer(
         model, [*PROMPT, 9]
     )

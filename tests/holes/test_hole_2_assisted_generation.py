@@ -26,6 +26,12 @@ def test_assisted(field: dict[str, Any], place: str, make_engine: MakeEngine) ->
     if place == "generation config":
         for name, value in field.items():
             setattr(model.generation_config, name, value)
+        try:
+            stock_answer(model, PROMPT)
+        except ValueError as error:
+            pytest.skip(f"the model's own generate fails with it: {error}")
+        finally:
+            model.config.num_hidden_layers = 3  # an early exit that fails leaves fewer behind
     for cut in (50, 49, 50, 30):
         answer = engine.generate(PROMPT[:cut], max_new_tokens=6, mode="prefix_cache", **options)
         assert answer.token_ids == expected[cut]
