@@ -8,6 +8,7 @@ prompt needs. Knows the store and the disk tier, no model.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -28,6 +29,7 @@ from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
 from kvboost.locks import fork_safe_lock
 
+_log = logging.getLogger(__name__)
 TOO_SLOW = "the disk did not answer in time"
 DEFAULT_CHUNKS = 256
 _DEADLINE_S = 2.0  # for all that one request needs
@@ -214,6 +216,17 @@ class DiskCache:
         self.tier.clear()
         self._manager.on_disk.lost(keys, GONE)
         self._manager.on_disk.save_from_now_on()
+
+    def give_up(self) -> None:
+        """Take all from the disk, and save nothing any more: what is in the store cannot be trusted."""
+        self._manager.on_disk.stop_saving()
+        if self._closing.is_set() or os.getpid() != self._pid:
+            return
+        try:
+            self.clear()
+        except CacheFileError as error:
+            _log.warning("%s", error)
+        self._manager.on_disk.stop_saving()
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters of the disk at this moment."""

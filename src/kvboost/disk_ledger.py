@@ -32,6 +32,12 @@ class DiskLedger:
                 if entry.chunk.patchwork is None and key not in self._store.saved
             )
 
+    def stop_saving(self) -> None:
+        """Hand nothing out any more."""
+        with self._lock:
+            self._store.saves = False
+            self._store.unsaved = OrderedDict()
+
     def note_saved(self, keys: Iterable[str]) -> set[str]:
         """Remember that chunks are on disk; returns the keys of those that are not known at all."""
         with self._lock:

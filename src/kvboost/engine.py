@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from kvboost.disk_cache import DiskCache
 
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
+SURPRISE_REASON = "weights had changed unseen"
 _RUNNING_BATCH_TOKENS = 32_768
 
 
@@ -199,6 +200,7 @@ class InferenceEngine:
             self.chunk_registry,
             self.codec,
             current=self.namespace,
+            stored=self._namespaces.watch.note_stored,
             text_of=tokenizer.decode,
             boundary_tokens=boundary_token_ids(text_config(model).vocab_size, tokenizer.decode)
             if self.chunk_registry.needs_boundaries
@@ -206,6 +208,7 @@ class InferenceEngine:
         )
         state = self._namespaces.watch.read()
         self._structure, self._misfit = state.structure, ""
+        self._surprises = state.surprises
         family = self._namespaces.of(state, cache_salt).family
         if recompute_ratio == "auto":
             self._use_calibration(calibration.load(family, selector))
@@ -579,6 +582,9 @@ class InferenceEngine:
 
     def _namespace_of(self, state: ModelState, salt: str) -> Namespace:
         """The namespace of a state that was just read, gated where the engine does not fit the model now."""
+        if state.surprises != self._surprises:
+            self._surprises = state.surprises
+            self._forget_all()
         if state.structure != self._structure and not state.gated:
             with model_lock(self.model):
                 self._misfit = self._why_misfit()
@@ -587,6 +593,15 @@ class InferenceEngine:
             self._structure = state.structure
         found = self._namespaces.of(state, salt)
         return dataclasses.replace(found, gated=self._misfit) if self._misfit and not found.gated else found
+
+    def _forget_all(self) -> None:
+        """Weights had changed unseen while KV was stored: nothing that is kept can be trusted, nor on disk."""
+        self._workspace.drop()
+        self._reader.forget_answers()
+        self.cache_manager.drop_all()
+        self.cache_manager.count_failure(SURPRISE_REASON)
+        if self._disk is not None:
+            self._disk.give_up()
 
     def _why_misfit(self) -> str:
         """Why KV of the model as it is now cannot be kept by this engine."""
@@ -918,6 +933,7 @@ class InferenceEngine:
 
         A save that is cut off leaves the one before it. `progress=None` shows a bar on a terminal.
         """
+        self.weights_changed()  # what is saved outlives this process: be sure whose it is
         family = self.namespace("").family
         return snapshot.save(
             Path(path), self.cache_manager, self.codec, family, self._model_name(), progress=progress
@@ -1040,6 +1056,7 @@ class InferenceEngine:
         """
         self._workspace.drop()
         if self._disk is not None:
+            self.weights_changed()  # what was computed by others than it says must not outlive the process
             self._disk.close()
         self._reader.forget_answers()
         self.cache_manager.drop_all()
@@ -1097,7 +1114,9 @@ class InferenceEngine:
         A write to a whole tensor is noticed by the next request without this, one to a part of it within
         `weights_check_seconds`; whoever writes in place and cannot wait calls it after writing.
         """
-        return self._namespaces.watch.check_all()
+        has_changed = self._namespaces.watch.check_all()
+        self.namespace()
+        return has_changed
 
     def _salt(self, cache_salt: str | None) -> str:
         if cache_salt is None:

@@ -28,7 +28,7 @@ from kvboost.prompt_assembler import ReusePlan
 class Keeper:
     """Puts KV from arenas into the store. A failure costs the chunks, never the answer.
 
-    `current` gives the namespace of a salt for the model as it is now.
+    `current` gives the namespace of a salt for the model as it is now; `stored` is told of all that is kept.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Keeper:
         codec: KVCodec,
         *,
         current: Callable[[str], Namespace],
+        stored: Callable[[], None],
         text_of: Callable[[Sequence[int]], str],
         boundary_tokens: frozenset[int] | None = None,
     ) -> None:
@@ -45,6 +46,7 @@ class Keeper:
         self._registry = registry
         self._codec = codec
         self._current = current
+        self._stored = stored
         self._text_of = text_of
         self._boundary_tokens = boundary_tokens
 
@@ -90,6 +92,7 @@ class Keeper:
         """Store `token_ids` `[tokens]`; `between(start, end)` gives KV `[rows, tokens, head_dim]`."""
         if self._has_changed(namespace):
             return self.refuse(CHANGED_REASON)
+        self._stored()
         return self._keep_from(token_ids, between, namespace, position_offset)
 
     def _keep_from(

@@ -36,10 +36,15 @@ _pre_hooks = operator.itemgetter("_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class ModelState:
-    """One reading. `version` counts the changes seen; `gated` says why nothing may be reused now, if so."""
+    """One reading. `version` counts the changes seen; `gated` says why nothing may be reused now, if so.
+
+    `surprises` counts changes that were overlooked for a while, though KV was stored meanwhile: under which
+    weights that was computed is not known.
+    """
 
     version: int
     structure: int
+    surprises: int = 0
     gated: str = ""
 
 
@@ -150,7 +155,9 @@ class ModelWatch:
         self._structure = 0
         self._revisions: dict[int, int] = {}  # by id, of the tensors known now
         self._last_revision = 0
-        self._suspects: set[str] = set()
+        self._suspects: set[str] = set()  # names of tensors whose checksum is not the one that is known
+        self._surprises = 0
+        self._stored = [False, False]  # KV: before the pass that is under way, and since
         self._creep: Iterator[int] | None = None
 
     @property
@@ -171,7 +178,8 @@ class ModelWatch:
         creeping.CREEPER.ensure_running()
         with self._lock:
             self._compare(model)
-            return ModelState(self._version, self._structure, gated_reason(self._layout))
+            gated = gated_reason(self._layout)
+            return ModelState(self._version, self._structure, self._surprises, gated)
 
     def check_all(self) -> bool:
         """Compare the checksums of all values with those known; returns whether any had changed."""
@@ -185,8 +193,14 @@ class ModelWatch:
                 for name, tensor, value in zip(known.names, tensors, known.checksums, strict=True)
                 if checksum(tensor) != value
             }
+            if not self._suspects:
+                self._stored = [False, False]
             self._compare(model)
             return self._version != before
+
+    def note_stored(self) -> None:
+        """KV of the model as it was read last is stored now."""
+        self._stored[1] = True
 
     def checksums(self) -> dict[str, str]:
         """The checksum of every tensor, by name, as of the last reading."""
@@ -248,6 +262,10 @@ class ModelWatch:
         self._structure += known is not None and known.kinds != fresh.kinds
         self._version += has_changed
         self._known, self._revisions = fresh, revisions
+        if self._suspects and any(self._stored):
+            self._surprises += 1
+        if self._suspects:
+            self._stored = [False, False]
         self._suspects.clear()
         return fresh
 
@@ -284,6 +302,7 @@ class ModelWatch:
     def _pass(self, most_bytes: int) -> Iterator[int]:
         with self._lock:
             known = self._known
+            self._stored = [any(self._stored), False]
             present = self._layout.present()
             if known is None or not known.is_same(present):
                 return  # the next reading sees that by itself
@@ -307,6 +326,9 @@ class ModelWatch:
                 if part.digest() != known.checksums[number]:
                     self._suspects.add(known.names[number])
             del tensor, part
+        with self._lock:
+            if self._known is known and not self._suspects:
+                self._stored[0] = False
 
 
 _watches: weakref.WeakKeyDictionary[Any, ModelWatch] = weakref.WeakKeyDictionary()
@@ -436,7 +458,7 @@ def _is_known(function: Any) -> bool:
 
 
 def _is_known_forward(fields: dict[str, Any], kind: Any) -> bool:
-    """Whether it is ours, that of a library which moves layers between devices, or the class's own, put back."""
+    """Whether it is ours, the class's own put back, or that of a library which moves layers about."""
     forward = fields["forward"]
     if "_hf_hook" in fields:
         return type(fields["_hf_hook"]).__module__.startswith("accelerate.")

@@ -69,6 +69,8 @@ class NamespaceTracker:
         self._watch.check_all()  # others may have watched before: what they overlooked is seen now
         self._lock = fork_safe_lock()
         self._version = -1
+        self._surprises = self._watch.read().surprises
+        self._distrust = 0
         self._family = ""
         self._keys: dict[str, Namespace] = {}
 
@@ -89,8 +91,14 @@ class NamespaceTracker:
     def of(self, state: ModelState, salt: str) -> Namespace:
         """The namespace for `salt` in a state that was just read."""
         with self._lock:
+            if (
+                state.surprises != self._surprises
+            ):  # what has the same digest may have been computed by others
+                self._surprises, self._version = state.surprises, -1
+                self._distrust += 1
             if state.version != self._version:
-                self._family = _family_digest(self._model, self._settings, self._watch.checksums())
+                own = {**self._settings, "distrust": self._distrust} if self._distrust else self._settings
+                self._family = _family_digest(self._model, own, self._watch.checksums())
                 self._version = state.version
                 self._keys.clear()
             if salt not in self._keys:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvboost import KVBoost
+from kvboost.weights import probed_places
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import Listener
 from tests.tiny_models import random_ids, tiny_model
@@ -76,3 +79,59 @@ def test_a_running_batch_with_requests_in_and_out_of_the_arena(make_engine: Make
     with torch.no_grad():
         answer = engine.generate(prompts[2], max_new_tokens=5, mode="prefix_cache")
     assert answer.token_ids == stock_answer(engine.model, prompts[2], 5)
+
+
+def edited(model: Any, factor: float) -> None:
+    """Rows of the embeddings through .data, but for the values that every request looks at."""
+    weight = model.model.embed_tokens.weight
+    chosen = torch.zeros(weight.shape, dtype=torch.bool)
+    chosen[100:140] = True
+    chosen.view(-1)[torch.from_numpy(probed_places(weight.numel()))] = False
+    weight.data[chosen] *= factor
+
+
+def test_a_part_of_a_weight_that_was_changed_and_changed_back(make_engine: MakeEngine) -> None:
+    """What was stored before the change was noticed has the digest of other weights: it is forgotten."""
+    engine = make_engine(weights_check_seconds=None)
+    prompt = list(range(100, 140))
+    edited(engine.model, 4.0)
+    before = engine.namespace()
+    engine.weights_changed()
+    assert engine.generate(prompt, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
+    assert engine.generate(prompt, max_new_tokens=4, mode="prefix_cache").cached_tokens == 39
+    engine.pin(prompt)
+    edited(engine.model, 0.25)
+    assert engine.weights_changed()
+    assert engine.namespace().key != before.key  # it might be what somebody else's KV is under
+    answer = engine.generate(prompt, max_new_tokens=4, mode="prefix_cache")
+    assert answer.token_ids == stock_answer(engine.model, prompt, 4)
+    assert answer.cached_tokens == 0
+    assert engine.generate(prompt, max_new_tokens=4, mode="prefix_cache").cached_tokens == 39
+    assert engine.cache_stats()["refused"] == {"weights had changed unseen": 1}
+
+
+def test_nothing_is_forgotten_where_nothing_was_stored_meanwhile(make_engine: MakeEngine) -> None:
+    engine = make_engine(weights_check_seconds=None)
+    prompt = list(range(100, 140))
+    engine.generate(prompt, max_new_tokens=4, mode="prefix_cache")
+    engine.weights_changed()
+    edited(engine.model, 4.0)
+    assert engine.weights_changed()
+    edited(engine.model, 0.25)
+    assert engine.weights_changed()
+    assert engine.generate(prompt, max_new_tokens=4, mode="prefix_cache").cached_tokens == 39
+
+
+def test_kv_of_other_weights_is_not_left_on_disk(make_engine: MakeEngine, tmp_path: Path) -> None:
+    prompt = list(range(100, 140))
+    model = tiny_model("llama")
+    one = make_engine(model=model, disk_cache_dir=tmp_path, weights_check_seconds=None)
+    edited(model, 4.0)
+    one.generate(prompt, max_new_tokens=4, mode="prefix_cache")
+    assert one._disk is not None
+    one._disk.flush()
+    one.close()
+    two = make_engine(disk_cache_dir=tmp_path)
+    answer = two.generate(prompt, max_new_tokens=4, mode="prefix_cache")
+    assert answer.cached_tokens == 0
+    assert answer.token_ids == stock_answer(two.model, prompt, 4)
