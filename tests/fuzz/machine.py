@@ -926,8 +926,7 @@ class Machine(RuleBasedStateMachine):
         if alter.group not in self.groups:
             return False
         self.tally.changes += 1
-        self.subject.change(alter.group, alter.way, alter.target, alter.factor)
-        self.unnoticed |= alter.group == "partial"
+        self.unnoticed |= self.subject.change(alter.group, alter.way, alter.target, alter.factor)
         return True
 
     def _change(self, alter: Alter) -> None:
@@ -945,7 +944,6 @@ class Machine(RuleBasedStateMachine):
         if told:
             self._tell(wait=False)
 
-    @needs("partial")
     @precondition(lambda self: self.unnoticed)
     @step(wait=st.booleans())
     def tell(self, wait: bool) -> None:

@@ -35,6 +35,8 @@ TARGETS = (
     "lora_A",
     "lora_B",
 )
+UNCOUNTED = ("data.copy_", "data.mul_", "moving average", "foreach", "numpy", "everything")
+WHOLE = 0.9  # of its values changed: the tensor was written to as a whole
 FACTORS = (1.0, 0.5, 1.5, -1.0)
 CONFIG_FIELDS: tuple[tuple[str, Any], ...] = (
     ("use_cache", False),
@@ -160,12 +162,20 @@ class Subject:
 
     # --- changes -----------------------------------------------------------------------------
 
-    def change(self, group: str, way: str, target: str, factor: float) -> None:
-        """Apply one change."""
+    def change(self, group: str, way: str, target: str, factor: float) -> bool:
+        """Apply one change; True where it wrote to a part of a tensor's values and nothing counts that.
+
+        Values that are written anew and stay the same are not written to, whichever way was taken.
+        """
         self.num_changes += 1
+        may_be_partial = group == "partial" or (group == "weights" and way in UNCOUNTED)
+        before = [each.detach().clone() for each in self.inner.parameters()] if may_be_partial else []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft and torch about themselves
             CHANGES[group][way](self, target, factor)
+        after = self.inner.parameters() if may_be_partial else ()
+        shares = [float((old != new).float().mean()) for old, new in zip(before, after, strict=True)]
+        return any(0 < share < WHOLE for share in shares)
 
     def reset_generation(self) -> None:
         self.inner.generation_config = copy.deepcopy(self._generation)
