@@ -595,7 +595,7 @@ class InferenceEngine:
         return dataclasses.replace(found, gated=self._misfit) if self._misfit and not found.gated else found
 
     def _forget_all(self) -> None:
-        """Weights had changed unseen while KV was stored: nothing kept can be trusted, nor what is on disk."""
+        """Weights had changed unseen while KV was stored: what is kept, on disk too, cannot be trusted."""
         self._workspace.drop()
         self._reader.forget_answers()
         self.cache_manager.drop_all()
