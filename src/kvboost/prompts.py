@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvboost.errors import InvalidRequestError
+from kvboost.locks import fork_safe_lock
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -72,7 +72,7 @@ class _Answers:
         self._by_salt: dict[str, OrderedDict[str, _Answer]] = {}
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock(around_data=True)
         self._total = 0
         self.size_bytes = 0
 
@@ -169,7 +169,7 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._control = _ControlTokens(tokenizer)
         self._answers = _Answers()
-        self._encoding = threading.Lock()  # fast tokenizers fail where two threads encode at once
+        self._encoding = fork_safe_lock()  # fast tokenizers fail where two threads encode at once
 
     @property
     def tokenizer(self) -> Any:
