@@ -85,13 +85,13 @@ def _gives_right_numbers(operator: Operator, order: Operator) -> bool:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight in oneDNN's order, and the revision of the weight that it was made from."""
+    """A weight in oneDNN's order, and the checksum of the weight that it was made from."""
 
     weight: torch.Tensor
-    revision: int
+    checksum: bytes | None
 
     def is_current(self, module: torch.nn.Linear, watch: ModelWatch) -> bool:
-        return self.revision == watch.revision_of(module.weight) != -1
+        return self.checksum is not None and self.checksum == watch.checksum_of(module.weight)
 
 
 _PACKS: WeakKeyDictionary[torch.nn.Module, _Packed] = WeakKeyDictionary()
@@ -139,7 +139,7 @@ def _pack_one(module: torch.nn.Linear, watch: ModelWatch) -> _Packed:
     order = _onednn_order()
     assert order is not None  # a pack was wanted, so it is there
     with torch.inference_mode(False):
-        packed = _Packed(order(module.weight.detach()), watch.revision_of(module.weight))
+        packed = _Packed(order(module.weight.detach()), watch.checksum_of(module.weight))
     _PACKS[module] = packed
     return packed
 

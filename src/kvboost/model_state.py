@@ -57,6 +57,12 @@ class _Layout:
         self.dicts = [module.__dict__ for _, module in named]
         self.kinds = [type(module) for _, module in named]
         self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
+        self._empty = [
+            each[kind]
+            for each in self.dicts
+            for kind in ("_modules", "_parameters", "_buffers")
+            if not each[kind]
+        ]
         self.modules = tuple(chain.from_iterable(map(_values, self.children)))
         self.adapters = [each for each in self.dicts if "merged_adapters" in each]
         self.tensor_dicts: list[dict[str, torch.Tensor | None]] = []
@@ -76,7 +82,11 @@ class _Layout:
 
     def is_current(self) -> bool:
         modules = tuple(chain.from_iterable(map(_values, self.children)))
-        return modules == self.modules and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
+        return (
+            modules == self.modules
+            and not any(self._empty)
+            and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
+        )
 
     def present(self) -> list[torch.Tensor | None]:
         """Parameters and buffers as they are now, in the order of `tensor_names`."""
@@ -99,6 +109,7 @@ class _Known:
             if tensor is not None and number not in layout.skipped:
                 picks.setdefault(id(tensor), number)
         self._picks = list(picks.values())
+        self.numbers = {key: number for number, key in enumerate(picks)}  # by id
         tensors = self.tensors(present)
         self.names = [layout.tensor_names[number] for number in self._picks]
         self.versions, self.places = _versions(tensors), _places(tensors)
@@ -153,8 +164,6 @@ class ModelWatch:
         self._surroundings: Any = None
         self._version = 0
         self._structure = 0
-        self._revisions: dict[int, int] = {}  # by id, of the tensors known now
-        self._last_revision = 0
         self._suspects: set[str] = set()  # names of tensors whose checksum is not the one that is known
         self._surprises = 0
         self._stored = [False, False]  # KV: before the pass that is under way, and since
@@ -210,9 +219,11 @@ class ModelWatch:
             each = zip(known.names, known.kinds, known.checksums, strict=True)
             return {name: f"{kind}|{value.hex()}" for name, kind, value in each}
 
-    def revision_of(self, tensor: torch.Tensor) -> int:
-        """A number that is another one where the tensor's values have changed since, as far as was read."""
-        return self._revisions.get(id(tensor), -1)
+    def checksum_of(self, tensor: torch.Tensor) -> bytes | None:
+        """The checksum of one of the model's tensors as of the last reading; None where it was not read."""
+        known = self._known
+        number = known.numbers.get(id(tensor)) if known is not None else None
+        return known.checksums[number] if known is not None and number is not None else None
 
     def ignore_what_forwards_change(self, before: dict[str, str]) -> None:
         """Leave out from now on what differs from `before` though nobody but the model's forward ran."""
@@ -248,20 +259,14 @@ class ModelWatch:
         fresh = _Known(self._layout, present)
         tensors = fresh.tensors(present)
         before, untouched = self._as_before(known, fresh)
-        self._last_revision += 1
-        revisions: dict[int, int] = {}
-        same_tensors = known is not None and known.ids == fresh.ids  # else an id may be another tensor's
         has_changed = known is None or known.names != fresh.names or known.kinds != fresh.kinds
         for number, (name, tensor) in enumerate(zip(fresh.names, tensors, strict=True)):
             value = before[name] if number in untouched else checksum(tensor)
             fresh.checksums.append(value)
-            is_other = before.get(name) != value
-            has_changed |= is_other
-            is_kept = same_tensors and not is_other
-            revisions[id(tensor)] = self._revisions[id(tensor)] if is_kept else self._last_revision
+            has_changed |= before.get(name) != value
         self._structure += known is not None and known.kinds != fresh.kinds
         self._version += has_changed
-        self._known, self._revisions = fresh, revisions
+        self._known = fresh
         if self._suspects and any(self._stored):
             self._surprises += 1
         if self._suspects:
