@@ -356,11 +356,10 @@ class Machine(RuleBasedStateMachine):
 
     def _stock(self, engine: KVBoost, ids: list[int], new_tokens: int, **options: Any) -> Stock | None:
         """What the model itself says; None where nothing can be compared."""
-        if self._is_open_question:
-            return None
-        stock = reference.answer(engine.model, ids, new_tokens, **options)
+        with torch.random.fork_rng():
+            stock = reference.answer(engine.model, ids, new_tokens, **options)
         self.tally.stock_fails += stock.error is not None
-        return stock
+        return None if self._is_open_question and stock.error is None else stock
 
     def _check(
         self,
@@ -521,6 +520,7 @@ class Machine(RuleBasedStateMachine):
         """The model changes between two tokens; what is computed of both must not be found later."""
         if alter.group not in self.groups or (alter.group == "adapters" and self.subject.adapted is None):
             return
+        self._tell_before(alter)
         engine = self._pick(which).engine
         prompt, ids = self._prompt(engine, ask)
         stock = self._stock(engine, ids, 1)
@@ -590,6 +590,7 @@ class Machine(RuleBasedStateMachine):
         """The change comes at any moment of the stream's thread."""
         if alter.group not in self.groups or (alter.group == "adapters" and self.subject.adapted is None):
             return
+        self._tell_before(alter)
         opened = self._pick(which)
         prompt, ids = self._prompt(opened.engine, ask)
         stock = self._stock(opened.engine, ids, 6)
@@ -925,9 +926,15 @@ class Machine(RuleBasedStateMachine):
         """Change the model; True where that was done."""
         if alter.group not in self.groups:
             return False
+        self._tell_before(alter)
         self.tally.changes += 1
         self.unnoticed |= self.subject.change(alter.group, alter.way, alter.target, alter.factor)
         return True
+
+    def _tell_before(self, alter: Alter) -> None:
+        """A write that nobody has noticed yet is told before the next one: that may take it back unseen."""
+        if self.unnoticed and alter.group in ("weights", "partial", "adapters", "dtype"):
+            self._tell(wait=False)
 
     def _change(self, alter: Alter) -> None:
         self._apply(alter)

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.exactness
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_on_a_model_that_changes(kind: str) -> None:
-    tally = hunt(KINDS.index(kind), examples=7, steps=40, kinds=[kind], groups=chosen_groups())
+    tally = hunt(KINDS.index(kind), examples=4, steps=40, kinds=[kind], groups=chosen_groups())
     assert tally.near_ties <= tally.checks // 50
     if chosen_groups() == GROUPS:
-        assert tally.checks > 50
-        assert tally.hits > 10
-        assert tally.changes > 50
+        assert tally.checks > 20
+        assert tally.hits > 5
+        assert tally.changes > 15
 
 
 def test_requests_on_a_model_that_stays() -> None:
-    tally = hunt(11, examples=8, steps=40, groups=frozenset(REQUESTS) - {"ambient"})
-    assert tally.hits > 100
+    tally = hunt(11, examples=4, steps=40, groups=frozenset(REQUESTS) - {"ambient"})
+    assert tally.hits > 50
