@@ -404,7 +404,8 @@ def _switched(model: Any) -> Iterator[None]:
         config._attn_implementation = _name_over(own)
         yield
     finally:
-        config._attn_implementation = before
+        if isinstance(config._attn_implementation, _Borrowed):  # else somebody chose another one meanwhile
+            config._attn_implementation = before
         with _naming:
             _SWITCHED[:] = [each for each in _SWITCHED if each is not entry]
         _OWN.reset(active)

@@ -99,6 +99,19 @@ def structural_refusal(model: Any) -> str | None:
     return None
 
 
+def comparable(value: Any) -> Any:
+    """A value of a config, so that equal ones compare equal; what has none is known by identity."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")  # configs name it either way
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [comparable(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): comparable(each) for key, each in value.items()}
+    return type(value).__name__, id(value)
+
+
 def rotary_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
     """The model's rotary embedding modules, by name."""
     return [(name, module) for name, module in model.named_modules() if "Rotary" in type(module).__name__]

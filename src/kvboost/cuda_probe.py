@@ -41,25 +41,23 @@ def is_available() -> bool:
 class CudaProbe:
     """Words of 2 bytes of tensors on one CUDA device.
 
-    `places_among(n)` says which of n words of 4 bytes are looked at.
+    `offsets_of` says which values of a tensor are looked at, counted from its first one.
     """
 
     def __init__(
         self,
         device: torch.device,
         tensors: Sequence[tuple[int, torch.Tensor]],
-        places_among: Callable[[int], np.ndarray],
+        offsets_of: Callable[[torch.Tensor], np.ndarray],
     ) -> None:
         addresses, sizes, self._numbers = [], [], []
         for number, tensor in tensors:
-            start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            if start % 2 or size < 2:
-                continue
-            places = places_among(size // 4 or 1) * 4
-            both = np.concatenate([places, places + 2])
-            both = both[both + 2 <= size]
-            addresses.append(start + both)
-            sizes.append(len(both))
+            size = tensor.element_size()
+            first = tensor.data_ptr() + offsets_of(tensor).astype(np.int64) * size
+            # A value of one byte is read with its neighbour: memory on a device comes in larger pieces.
+            words = np.concatenate([first // 2 * 2 + 2 * each for each in range(max(1, size // 2))])
+            addresses.append(words)
+            sizes.append(len(words))
             self._numbers.append(number)
         table = np.concatenate(addresses).astype(np.int64) if addresses else np.zeros(0, dtype=np.int64)
         self._ends = np.cumsum([0, *sizes]).tolist()

@@ -150,12 +150,16 @@ def read_options(
     """Check generation options and turn them into a GenerationConfig on top of the model's own."""
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise InvalidRequestError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not isinstance(temperature, (int, float)) or isinstance(temperature, bool):
+        raise InvalidRequestError(f"temperature must be a number, got {temperature!r}")
+    if not isinstance(do_sample, bool):
+        raise InvalidRequestError(f"do_sample must be True or False, got {do_sample!r}")
     if do_sample and not temperature > 0:
         raise InvalidRequestError(
             f"temperature must be greater than 0 with do_sample=True, got {temperature}; "
             "for greedy decoding pass do_sample=False"
         )
-    if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**63):
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
         raise InvalidRequestError(f"seed must be an integer from 0 to 2**63 - 1, got {seed}")
     config = copy.deepcopy(model.generation_config) or GenerationConfig()
     if config.token_healing:
@@ -175,7 +179,9 @@ def read_options(
         )
     for name, (low, high) in _RANGES.items():
         value = options.get(name)
-        if value is not None and not low <= value <= high:
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
             raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value}")
     settings = {name: value for name, value in options.items() if name in fields}
     config.update(**_NEUTRAL, max_new_tokens=max_new_tokens, do_sample=do_sample)

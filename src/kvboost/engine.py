@@ -173,8 +173,7 @@ class InferenceEngine:
             check_exactness(model, self.layout)
             self.why_no_rows = rows.why_not(model, self.layout)
             self._approximation = Approximation(model, settings, rope.learn_rotation(model, self.layout))
-            self._namespaces.watch.read()
-            self._namespaces.watch.ignore_what_forwards_change(before)
+            self._ignore_what_forwards_change(before)
         self.codec = KVCodec(
             self.layout, settings.bits, device=torch.device("cpu") if cache_device == "cpu" else None
         )
@@ -234,6 +233,16 @@ class InferenceEngine:
         if weights_check_seconds is not None:
             creeping.CREEPER.add(id(self), self._namespaces.watch, model_lock(model), weights_check_seconds)
             weakref.finalize(self, creeping.CREEPER.remove, id(self))
+        self._namespaces.watch.users.add(self)
+        weakref.finalize(self, self._namespaces.watch.release_if_unused)
+
+    def _ignore_what_forwards_change(self, before: dict[str, str]) -> None:
+        """Buffers that the model's own forward writes to are no change of it; seen twice, to be sure."""
+        watch = self._namespaces.watch
+        if suspected := watch.changed_buffers(before):
+            between = watch.checksums()
+            probe_layout(self.model)
+            watch.ignore(suspected & watch.changed_buffers(between))
 
     def _open_disk(self, family: str) -> DiskCache | None:
         """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
@@ -833,7 +842,8 @@ class InferenceEngine:
     def commit(self, prepared: PreparedPrompt, output_ids: torch.Tensor | Sequence[int]) -> StoreReport:
         """Store what `model.generate(**prepared)` computed; `output_ids` is what it returned.
 
-        Nothing is stored where the model was another one meanwhile, or the cache holds something else.
+        Nothing is stored where the model was another one meanwhile, or the cache holds another number of
+        tokens. That the answer's ids are those that were run is taken from the caller.
         """
         ids = prepared.computed_ids(output_ids)
         if ids is None or prepared.arena is None or prepared.namespace is None:
@@ -1062,6 +1072,8 @@ class InferenceEngine:
         self.cache_manager.drop_all()
         linears.unpack(self.model, self)
         creeping.CREEPER.remove(id(self))
+        self._namespaces.watch.users.discard(self)
+        self._namespaces.watch.release_if_unused()
 
     def __enter__(self) -> InferenceEngine:
         return self

@@ -229,7 +229,7 @@ def faster(model: Any, *, was_read: bool = False) -> Iterator[None]:
             if not was_read:
                 watch.read()
             for module in model.modules():
-                if _is_plain(module):
+                if _is_plain(module) and not isinstance(module.__dict__.get("forward"), _Faster):
                     packed = _PACKS.get(module)
                     if packed is not None and not packed.is_current(module, watch):
                         packed = _pack_one(module, watch)
@@ -245,7 +245,8 @@ def faster(model: Any, *, was_read: bool = False) -> Iterator[None]:
 
 def _restore(modules: list[torch.nn.Module]) -> None:
     for module in modules:
-        module.__dict__.pop("forward", None)
+        if not _has_other_forward(module):  # somebody may have put another one there meanwhile
+            module.__dict__.pop("forward", None)
         _SWITCHED.discard(module)
 
 
@@ -264,4 +265,6 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
 def _has_other_forward(module: torch.nn.Module) -> bool:
     forward = module.__dict__.get("forward")
-    return forward is not None and getattr(forward, "__func__", None) is not torch.nn.Linear.forward
+    if forward is None or isinstance(forward, _Faster):
+        return False
+    return getattr(forward, "__func__", None) is not torch.nn.Linear.forward

@@ -12,7 +12,6 @@ same weights. A reading in such a state says so, and nothing is read or stored t
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
 from collections.abc import Iterator
@@ -24,9 +23,11 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from kvboost import attention, creeping, locks
+from kvboost.compat import comparable
 from kvboost.weights import Checksum, Probe, checksum
 
 _ADAPTER_FIELDS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
+_VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 _KNOWN_PACKAGES = ("transformers", "accelerate")  # whose hooks and forwards change no numbers
 _values = operator.methodcaller("values")
 _training = operator.itemgetter("training")
@@ -168,6 +169,7 @@ class ModelWatch:
         self._surprises = 0
         self._stored = [False, False]  # KV: before the pass that is under way, and since
         self._creep: Iterator[int] | None = None
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # engines
 
     @property
     def model(self) -> torch.nn.Module:
@@ -187,7 +189,7 @@ class ModelWatch:
         creeping.CREEPER.ensure_running()
         with self._lock:
             self._compare(model)
-            gated = gated_reason(self._layout)
+            gated = gated_reason(self._layout) or _peft_reason(model)
             return ModelState(self._version, self._structure, self._surprises, gated)
 
     def check_all(self) -> bool:
@@ -219,21 +221,39 @@ class ModelWatch:
             each = zip(known.names, known.kinds, known.checksums, strict=True)
             return {name: f"{kind}|{value.hex()}" for name, kind, value in each}
 
+    def read_for(self) -> tuple[ModelState, dict[str, str], Any]:
+        """A reading with the checksums and surroundings that it goes by, all of one moment."""
+        with self._lock:
+            state = self.read()
+            return state, self.checksums(), self._surroundings
+
+    def release_if_unused(self) -> None:
+        """Where no engine uses it any more, hold no memory of the model until it is read again."""
+        if not self.users and self._lock.acquire(blocking=False):  # garbage is collected in any thread
+            try:
+                self._known = None
+            finally:
+                self._lock.release()
+
     def checksum_of(self, tensor: torch.Tensor) -> bytes | None:
         """The checksum of one of the model's tensors as of the last reading; None where it was not read."""
         known = self._known
         number = known.numbers.get(id(tensor)) if known is not None else None
         return known.checksums[number] if known is not None and number is not None else None
 
-    def ignore_what_forwards_change(self, before: dict[str, str]) -> None:
-        """Leave out from now on what differs from `before` though nobody but the model's forward ran."""
+    def changed_buffers(self, before: dict[str, str]) -> set[str]:
+        """Buffers whose values are not what `before` says, the checksums of an earlier time by name."""
+        self.read()
+        buffers = {name for name, _ in self.model.named_buffers()}
+        now = self.checksums()
+        return {name for name in buffers & before.keys() & now.keys() if before[name] != now[name]}
+
+    def ignore(self, names: set[str]) -> None:
+        """Leave these out from now on: the model's own forward changes them."""
         with self._lock:
-            now = self.checksums()
-            changed = {name for name in {*before, *now} if before.get(name) != now.get(name)}
-            if changed:
-                self._volatile |= changed
-                self._layout = _Layout(self.model, self._volatile)
-                self._known = None
+            self._volatile |= names
+            self._layout = _Layout(self.model, self._volatile)
+            self._known = None
         self.read()
 
     # --- comparing ---------------------------------------------------------------------------
@@ -245,7 +265,7 @@ class ModelWatch:
             locks.forget_model_lock(model)
         surroundings = _surroundings(model, self._layout)
         if surroundings != self._surroundings:
-            self._surroundings = copy.deepcopy(surroundings)
+            self._surroundings = surroundings
             self._version += 1
             self._structure += 1
         present = self._layout.present()
@@ -310,7 +330,8 @@ class ModelWatch:
             self._stored = [any(self._stored), False]
             present = self._layout.present()
             if known is None or not known.is_same(present):
-                return  # the next reading sees that by itself
+                self._known = None  # the next reading looks it all over; until then no old memory is held
+                return
             tensors = [weakref.ref(tensor) for tensor in known.tensors(present)]
         del present
         left = most_bytes
@@ -356,12 +377,6 @@ def _surroundings(model: torch.nn.Module, layout: _Layout) -> tuple[Any, ...]:
     return _adapter_states(layout.adapters), config_of(model), numerics()
 
 
-def adapters_of(model: torch.nn.Module) -> tuple[str, ...]:
-    """The adapters that are active or merged, layer by layer."""
-    fields = (module.__dict__ for module in model.modules())
-    return _adapter_states([each for each in fields if "merged_adapters" in each])
-
-
 def _adapter_states(layers: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(str([each.get(name) for name in _ADAPTER_FIELDS]) for each in layers)
 
@@ -371,14 +386,17 @@ def config_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
     found = []
     config = getattr(model, "config", None)
     for each in _with_parts(config):
-        fields = {name: value for name, value in vars(each).items() if not hasattr(value, "to_dict")}
+        fields = {
+            name: type(value).__name__ if hasattr(value, "to_dict") else comparable(value)
+            for name, value in vars(each).items()
+            if name not in _VOLATILE_CONFIG
+        }
         name = (
             "_attn_implementation_internal"
             if "_attn_implementation_internal" in fields
             else "_attn_implementation"
         )
         fields[name] = attention.own_name(getattr(each, "_attn_implementation", None))
-        fields.pop("_attn_implementation_autoset", None)
         found.append((type(each).__name__, fields))
     return found
 
@@ -428,6 +446,18 @@ def gated_reason(layout: _Layout) -> str:
     return ""
 
 
+def _peft_reason(model: Any) -> str:
+    """Adapters that begin where the prompt last calls them: a token's KV depends on what comes after it."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return ""
+    active = getattr(model, "active_adapters", ())
+    for name in active if isinstance(active, (list, tuple)) else ():
+        if getattr(configs.get(name), "alora_invocation_tokens", None):
+            return f"gated: the adapter {name} begins where the prompt calls it"
+    return ""
+
+
 def _ambient_reason(layout: _Layout) -> str:
     if any(torch.is_autocast_enabled(kind) for kind in _device_types(layout)):
         return "autocast is on"
@@ -466,5 +496,10 @@ def _is_known_forward(fields: dict[str, Any], kind: Any) -> bool:
     """Whether it is ours, the class's own put back, or that of a library which moves layers about."""
     forward = fields["forward"]
     if "_hf_hook" in fields:
-        return type(fields["_hf_hook"]).__module__.startswith("accelerate.")
+        inside = getattr(fields.get("_old_forward"), "__func__", None)
+        modules = [
+            type(fields["_hf_hook"]).__module__,
+            getattr(getattr(forward, "func", None), "__module__", ""),
+        ]
+        return inside is kind.forward and all(str(each).startswith("accelerate.") for each in modules)
     return getattr(forward, "__func__", None) is kind.forward or hasattr(forward, "is_kvboosts")

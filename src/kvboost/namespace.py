@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvboost import attention
 from kvboost.locks import fork_safe_lock
-from kvboost.model_state import ModelState, ModelWatch, adapters_of, numerics, watch_of
+from kvboost.model_state import ModelState, ModelWatch, watch_of
 
 FORMAT_VERSION = 2
-_VOLATILE_CONFIG = ("_name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class NamespaceTracker:
         self._watch.read()
         self._watch.check_all()  # others may have watched before: what they overlooked is seen now
         self._lock = fork_safe_lock()
-        self._version = -1
+        self._seen = (-1, -1)
         self._surprises = self._watch.read().surprises
         self._distrust = 0
         self._family = ""
@@ -91,15 +89,15 @@ class NamespaceTracker:
     def of(self, state: ModelState, salt: str) -> Namespace:
         """The namespace for `salt` in a state that was just read."""
         with self._lock:
-            if (
-                state.surprises != self._surprises
-            ):  # what has the same digest may have been computed by others
-                self._surprises, self._version = state.surprises, -1
-                self._distrust += 1
-            if state.version != self._version:
+            if (state.version, state.surprises) != self._seen:
+                # Read again, so that digest and state are of one moment, whatever other threads do.
+                state, checksums, surroundings = self._watch.read_for()
+                if state.surprises != self._surprises:  # of this digest there may be KV that others computed
+                    self._surprises = state.surprises
+                    self._distrust += 1
                 own = {**self._settings, "distrust": self._distrust} if self._distrust else self._settings
-                self._family = _family_digest(self._model, own, self._watch.checksums())
-                self._version = state.version
+                self._family = _family_digest(self._model, own, checksums, surroundings)
+                self._seen = (state.version, state.surprises)
                 self._keys.clear()
             if salt not in self._keys:
                 if len(self._keys) > 4096:  # salts come from callers: keep their memory bounded
@@ -110,27 +108,20 @@ class NamespaceTracker:
         return replace(found, gated=state.gated) if state.gated else found
 
 
-def _family_digest(model: Any, settings: Mapping[str, Any], checksums: Mapping[str, str]) -> str:
+def _family_digest(
+    model: Any, settings: Mapping[str, Any], checksums: Mapping[str, str], surroundings: Any
+) -> str:
     parts = {
         "format": FORMAT_VERSION,
         "weights": dict(checksums),
-        "config": _config(model),
+        "surroundings": surroundings,
         "class": type(model).__name__,
-        "revision": getattr(model.config, "_commit_hash", None),
-        "attention": attention.own_name(model.config._attn_implementation),
-        "device": sorted({parameter.device.type for parameter in model.parameters()}),
-        "adapters": adapters_of(model),
-        "numerics": numerics(),
         "settings": dict(settings),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=_named).encode()).hexdigest()
 
 
-def _config(model: Any) -> dict[str, Any]:
-    """The config as it is saved, but for the attention: its name is ours while a forward runs."""
-    fields = model.config.to_dict()
-    return {
-        name: value
-        for name, value in fields.items()
-        if name not in _VOLATILE_CONFIG and "attn_implementation" not in name
-    }
+def _named(value: Any) -> str:
+    """What json does not know, in the same words each time: no addresses."""
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text

@@ -1,7 +1,7 @@
 """The values of a model's parameters and buffers: a checksum over all of them, a probe of a few.
 
 A checksum reads every byte where it lies, and can be taken in slices. A probe looks at the same scattered
-words of every tensor each time, which is cheap enough for every request: whoever writes a whole tensor, by
+values of every tensor each time, which is cheap enough for every request: whoever writes a whole tensor, by
 whatever way, changes some of them. Knows tensors, no model and no cache.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-PROBED_WORDS = 32  # of 4 bytes, per tensor
+PROBED_VALUES = 32  # per tensor
 _GOLDEN = 0.6180339887498949
 _DEVICE_BLOCK = 1 << 24  # elements summed at once on an accelerator
 
@@ -80,35 +80,26 @@ def _device_sum(part: torch.Tensor, first_byte: int) -> int:
 
 
 class Probe:
-    """The same words of every tensor, read again each time. Tensors are known by their number.
+    """The same values of every tensor, read again each time. Tensors are known by their number.
 
     On a CPU it holds views of the tensors' memory until it is made anew; on a GPU it knows their addresses
     only, so whoever reads it must have seen that no tensor has moved.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._views: list[tuple[int, np.ndarray, np.ndarray]] = []  # number, words, places
+        self._groups: dict[np.dtype[Any], _Views] = {}
         devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for number, tensor in enumerate(tensors):
             if not _can_be_probed(tensor):
                 continue
             if tensor.device.type == "cpu":
-                words = _as_words(raw_bytes(tensor.detach()).numpy())
-                self._views.append((number, words, probed_places(len(words))))
+                words = _memory_of(tensor.detach())
+                self._groups.setdefault(words.dtype, _Views()).add(number, words, offsets_of(tensor))
             else:
                 devices.setdefault(tensor.device, []).append((number, tensor.detach()))
-        self._size = sum(len(places) for _, _, places in self._views)
-        self._words = np.empty(self._size, dtype=np.uint32)
+        for views in self._groups.values():
+            views.make_room()
         self._devices = [_device_probe(device, of) for device, of in devices.items()]
-        self._seen = b""
-        self._slices = self._slices_of_views()
-
-    def _slices_of_views(self) -> list[tuple[int, slice]]:
-        ends = np.cumsum([0, *(len(places) for _, _, places in self._views)]).tolist()
-        return [
-            (number, slice(start, end))
-            for (number, _, _), start, end in zip(self._views, ends[:-1], ends[1:], strict=True)
-        ]
 
     @property
     def holds_memory(self) -> bool:
@@ -117,53 +108,95 @@ class Probe:
 
     def note(self) -> None:
         """Remember what is there now."""
-        self._seen = self._read_views()
-        for each in self._devices:
+        for each in (*self._groups.values(), *self._devices):
             each.note()
 
     def differs(self) -> bool:
         """Whether anything is not as it was when it was noted."""
-        changed = [each.differs() for each in self._devices]
-        return self._read_views() != self._seen or any(changed)
+        return any(each.differs() for each in (*self._devices, *self._groups.values()))
 
     def changed(self) -> set[int]:
         """The numbers of the tensors that are not as they were."""
-        before = np.frombuffer(self._seen, dtype=np.uint32)
-        now = np.frombuffer(self._read_views(), dtype=np.uint32)
-        found = {number for number, part in self._slices if (before[part] != now[part]).any()}
-        return found.union(*(each.changed() for each in self._devices))
+        return set().union(*(each.changed() for each in (*self._groups.values(), *self._devices)))
 
-    def _read_views(self) -> bytes:
-        at = 0
-        for _, words, places in self._views:
-            words.take(places, out=self._words[at : at + len(places)], mode="clip")
+
+class _Views:
+    """Values of tensors on the CPU that have one size."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, np.ndarray, np.ndarray]] = []  # number, memory, places
+        self._found = np.zeros(0)
+        self._seen = b""
+
+    def add(self, number: int, memory: np.ndarray, places: np.ndarray) -> None:
+        self._parts.append((number, memory, places))
+
+    def make_room(self) -> None:
+        self._found = np.empty(sum(len(places) for _, _, places in self._parts), self._parts[0][1].dtype)
+
+    def _read(self) -> bytes:
+        at, found = 0, self._found
+        for _, memory, places in self._parts:
+            memory.take(places, out=found[at : at + len(places)], mode="clip")
             at += len(places)
-        return self._words.tobytes()
+        return found.tobytes()
+
+    def note(self) -> None:
+        self._seen = self._read()
+
+    def differs(self) -> bool:
+        return self._read() != self._seen
+
+    def changed(self) -> set[int]:
+        now, before = self._read(), self._seen
+        size, at, numbers = self._found.itemsize, 0, set()
+        for number, _, places in self._parts:
+            end = at + len(places) * size
+            if now[at:end] != before[at:end]:
+                numbers.add(number)
+            at = end
+        return numbers
 
 
-def probed_places(words: int) -> np.ndarray:
-    """Which of so many words are looked at: the ends, and some in between that follow no row or column."""
-    if words <= PROBED_WORDS:
-        return np.arange(words)
-    between = (np.arange(1, PROBED_WORDS - 1) * _GOLDEN) % 1.0 * words
-    return np.unique(np.concatenate([[0], between.astype(np.int64), [words - 1]]))
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _as_words(raw: np.ndarray) -> np.ndarray:
-    return raw.view(np.uint32) if len(raw) % 4 == 0 else raw.astype(np.uint32) if len(raw) < 4 else _cut(raw)
+def _memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor on the CPU, from its first value to its last, as integers of that size."""
+    whole = tensor if tensor.is_contiguous() else tensor.as_strided((span_of(tensor),), (1,))
+    memory: np.ndarray = whole.reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
+    return memory
 
 
-def _cut(raw: np.ndarray) -> np.ndarray:
-    """Whole words only: the last bytes of an odd number of them are not looked at."""
-    return raw[: len(raw) // 4 * 4].view(np.uint32)
+def span_of(tensor: torch.Tensor) -> int:
+    """How many values lie between the first and the last of a tensor, with both."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def offsets_of(tensor: torch.Tensor) -> np.ndarray:
+    """Where the probed values of a tensor lie, counted in values from its first one."""
+    places = probed_places(tensor.numel())
+    if tensor.is_contiguous():
+        return places
+    where = np.unravel_index(places, tuple(tensor.shape))
+    return np.asarray(sum(index * step for index, step in zip(where, tensor.stride(), strict=True)))
+
+
+def probed_places(values: int) -> np.ndarray:
+    """Which of so many values are looked at: the ends, and some in between that follow no row or column."""
+    if values <= PROBED_VALUES:
+        return np.arange(values)
+    between = (np.arange(1, PROBED_VALUES - 1) * _GOLDEN) % 1.0 * values
+    return np.unique(np.concatenate([[0], between.astype(np.int64), [values - 1]]))
 
 
 def _can_be_probed(tensor: torch.Tensor) -> bool:
-    """Whether its values lie in memory as plain numbers, in one piece."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or type(tensor).__module__.startswith(
-        "torch.nn"
-    )
-    return plain and not tensor.is_meta and tensor.numel() > 0 and tensor.is_contiguous()
+    """Whether its values lie in memory as plain numbers."""
+    kind = type(tensor)
+    plain = kind in (torch.Tensor, torch.nn.Parameter) or kind.__module__.startswith("torch.nn")
+    if not plain or tensor.is_meta or tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return False
+    return tensor.element_size() in _INTEGERS and all(step >= 0 for step in tensor.stride())
 
 
 class _GatheringProbe:
@@ -179,8 +212,8 @@ class _GatheringProbe:
         parts = []
         for tensor in self._tensors:
             raw = raw_bytes(tensor)
-            step = max(1, raw.numel() // (4 * PROBED_WORDS)) | 1
-            parts.append(raw[::step][: 4 * PROBED_WORDS])
+            step = max(1, raw.numel() // (4 * PROBED_VALUES)) | 1
+            parts.append(raw[::step][: 4 * PROBED_VALUES])
         sizes = [len(part) for part in parts]
         gathered = torch.cat(parts).cpu().numpy().tobytes()
         ends = np.cumsum([0, *sizes]).tolist()
@@ -206,5 +239,5 @@ def _device_probe(device: torch.device, tensors: Sequence[tuple[int, torch.Tenso
         from kvboost import cuda_probe
 
         if cuda_probe.is_available():
-            return cuda_probe.CudaProbe(device, tensors, probed_places)
+            return cuda_probe.CudaProbe(device, tensors, offsets_of)
     return _GatheringProbe(device, tensors)

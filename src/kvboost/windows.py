@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvboost import attention
-from kvboost.compat import probing, text_config
+from kvboost.compat import comparable, probing, text_config
 from kvboost.errors import UnsupportedModelError
 
 _TOKENS = 3  # enough to tell a window, which moves with every token, from a chunk, which does not
@@ -60,7 +60,8 @@ def windows_of(model: Any) -> Windows:
 
 def windows_now(model: Any) -> Windows:
     """The same, measured again where the model's config or its modules are others than before."""
-    made_of = (text_config(model).to_dict(), [id(module) for module in model.modules()])
+    fields = {name: comparable(value) for name, value in vars(text_config(model)).items()}
+    made_of = (fields, [id(module) for module in model.modules()])
     kept = _LEARNED.get(model)
     if kept is None or kept[0] != made_of:
         kept = _LEARNED[model] = (made_of, _learn(model))

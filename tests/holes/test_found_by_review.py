@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import kvboost.engine as engine_module
 from kvboost import KVBoost
+from kvboost.errors import InvalidRequestError
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import with_adapters
 from tests.tiny_models import random_ids, tiny_model
@@ -73,3 +79,172 @@ def test_a_module_that_had_nothing_and_gains_something(
     gains(engine.model)
     assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
     is_right(engine)
+
+
+def test_weights_that_change_while_an_engine_is_made(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not taken for what the model's own forward writes to."""
+    model = tiny_model("llama")
+    probe = engine_module.probe_layout
+
+    def probing(each: Any) -> Any:
+        each.model.layers[0].mlp.up_proj.weight.data.mul_(-1.1)
+        each.model.rotary_emb.inv_freq.mul_(0.9)
+        monkeypatch.undo()
+        return probe(each)
+
+    monkeypatch.setattr(engine_module, "probe_layout", probing)
+    engine = make_engine(model=model)
+    is_right(engine)
+    for change in (
+        lambda: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1.5),
+        lambda: model.model.rotary_emb.inv_freq.mul_(0.5),
+    ):
+        change()
+        assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
+        is_right(engine)
+
+
+@pytest.mark.parametrize("form", ["transposed", "sliced", "expanded"])
+def test_a_weight_that_does_not_lie_in_one_piece(form: str, make_engine: MakeEngine) -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    values = layer.weight.detach()
+    if form == "transposed":
+        values = values.t().contiguous().t()
+    elif form == "sliced":
+        values = torch.cat([values, values], dim=1)[:, : values.shape[1]]
+    else:
+        values = values[:1].expand(values.shape)
+    layer.weight = torch.nn.Parameter(values, requires_grad=False)
+    engine = make_engine(model=model)
+    is_right(engine)
+    if form == "expanded":
+        layer.weight.data[0].mul_(-1.5)
+    else:
+        layer.weight.data.mul_(-1.5)
+    assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
+    is_right(engine)
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.ones(3), np.ones(3), threading.Lock(), object()], ids=lambda value: type(value).__name__
+)
+def test_a_config_with_an_odd_field(odd: Any, make_engine: MakeEngine) -> None:
+    model = tiny_model("llama")
+    model.config.odd_field = odd
+    engine = make_engine(model=model)
+    is_right(engine)
+    assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 39
+    model.config.odd_field = [1, {"two": 2}]
+    assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
+    model.config.odd_field[1]["two"] = 3
+    assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
+
+
+@pytest.mark.parametrize("place", ["forward", "_old_forward"])
+def test_a_forward_replaced_under_the_hooks_of_accelerate(place: str, make_engine: MakeEngine) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = tiny_model("llama")
+    layer = model.model.layers[0].mlp
+    add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
+    engine = make_engine(model=model)
+    is_right(engine)
+    assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 39
+    own = getattr(layer, place)
+    setattr(layer, place, lambda hidden: own(hidden) * -2.0)
+    answer = engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache")
+    assert answer.spans[0].reason == "gated: the forward of model.layers.0.mlp was replaced"
+    assert answer.token_ids == stock_answer(model, PROMPT, 4)
+    setattr(layer, place, own)
+    is_right(engine)
+
+
+def test_what_a_user_changes_while_a_request_runs_stays(make_engine: MakeEngine) -> None:
+    model = tiny_model("llama")
+    engine = make_engine(model=model)
+    layer = model.model.layers[0].mlp.up_proj
+
+    def mine(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, layer.weight) * 2
+
+    def changing(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        layer.forward = mine
+        model.set_attn_implementation("eager")
+        return scores
+
+    engine.generate(PROMPT, max_new_tokens=3, logits_processor=[changing])
+    assert layer.forward is mine
+    assert model.config._attn_implementation == "eager"
+    del layer.forward
+    is_right(engine)
+
+
+def test_memory_of_replaced_weights_is_not_held(make_engine: MakeEngine) -> None:
+    model = tiny_model("llama")
+    engine = make_engine(model=model, weights_check_seconds=None)
+    engine.generate(PROMPT, max_new_tokens=3)
+    old = weakref.ref(model.lm_head.weight.data.untyped_storage())
+    watch = engine._namespaces.watch
+    engine.close()
+    assert watch._known is None
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    assert old() is None or old().data_ptr() != model.lm_head.weight.data_ptr()  # type: ignore[union-attr]
+    other = make_engine(model=model)
+    del other
+    gc.collect()
+    is_right(make_engine(model=model))
+
+
+def test_the_digest_is_of_the_moment_that_was_read(make_engine: MakeEngine) -> None:
+    """An adapter is switched between the reading and the digest, and back."""
+    adapted = with_adapters(tiny_model("llama"))
+    engine = make_engine(model=adapted)
+    tracker = engine._namespaces
+    state = tracker.watch.read()
+    adapted.set_adapter("two")
+    tracker._seen = (-1, -1)
+    two = tracker.of(state, "")
+    adapted.set_adapter("one")
+    one = tracker.current("")
+    assert one.key != two.key
+    adapted.set_adapter("two")
+    assert tracker.current("") == two
+    adapted.eval()
+    is_right(engine)
+
+
+def test_adapters_that_begin_where_the_prompt_calls_them(make_engine: MakeEngine) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=[20, 21],
+        init_lora_weights=False,
+    )
+    model = get_peft_model(tiny_model("llama"), config).eval()
+    model.config.architectures = ["LlamaForCausalLM"]
+    engine = make_engine(model=model)
+    answer = engine.generate([*PROMPT, 20, 21, 30], max_new_tokens=3, mode="prefix_cache")
+    assert answer.spans[0].reason == "gated: the adapter default begins where the prompt calls it"
+    assert engine.cache_stats()["chunks"] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": "a", "do_sample": True},
+        {"top_p": "a"},
+        {"num_beams": "2"},
+        {"seed": True},
+        {"do_sample": "yes"},
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_type(options: dict[str, Any], make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(options))):
+        make_engine().generate(PROMPT, max_new_tokens=3, **options)
