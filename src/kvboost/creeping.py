@@ -23,6 +23,7 @@ SLICE_BYTES = 4 << 20
 LEAST_RATE = 1 << 30  # bytes per second: of very large models, a pass may take longer than asked for
 _LATE_SHARE = 0.5  # of a pass: then it goes on though requests are running
 _BUSY_S = 0.01
+_LEAST_S = 0.1
 
 
 class Watched(Protocol):
@@ -38,7 +39,7 @@ class Watched(Protocol):
 
 def stated_seconds(seconds: float, nbytes: int) -> float:
     """Within which time a change is seen, of one that was asked for, for so many bytes."""
-    return max(seconds, 2 * nbytes / LEAST_RATE)
+    return max(seconds, _LEAST_S, 2 * nbytes / LEAST_RATE)
 
 
 @dataclass(eq=False)

@@ -1062,7 +1062,7 @@ class InferenceEngine:
     def close(self) -> None:
         """Save what is not on disk yet, and free what the engine holds beside the model.
 
-        It can be called twice.
+        It can be called twice. A closed engine should not be used any more.
         """
         self._workspace.drop()
         if self._disk is not None:

@@ -57,6 +57,22 @@ class _Layout:
         self.names = [name or type(model).__name__ for name, _ in named]
         self.dicts = [module.__dict__ for _, module in named]
         self.kinds = [type(module) for _, module in named]
+        self.classes = tuple(
+            f"{name}: {kind.__module__}.{kind.__qualname__}"
+            for (name, _), kind in zip(named, self.kinds, strict=True)
+        )
+        self._root = weakref.ref(model)
+        # A module that torch has compiled hands on what it does not hold itself.
+        self.flagged = [
+            (name, each) for name, each in zip(self.names, self.dicts, strict=True) if "training" in each
+        ]
+        self.flags = [each for _, each in self.flagged]
+        self.hooked = [
+            (name, each)
+            for name, each in zip(self.names, self.dicts, strict=True)
+            if "_forward_hooks" in each
+        ]
+        self.hooks = [each for _, each in self.hooked]
         self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
         self._empty = [
             each[kind]
@@ -65,6 +81,7 @@ class _Layout:
             if not each[kind]
         ]
         self.modules = tuple(chain.from_iterable(map(_values, self.children)))
+        self._child_kinds = list(map(type, self.modules))
         self.adapters = [each for each in self.dicts if "merged_adapters" in each]
         self.tensor_dicts: list[dict[str, torch.Tensor | None]] = []
         self.tensor_names: list[str] = []
@@ -83,11 +100,10 @@ class _Layout:
 
     def is_current(self) -> bool:
         modules = tuple(chain.from_iterable(map(_values, self.children)))
-        return (
-            modules == self.modules
-            and not any(self._empty)
-            and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
-        )
+        if modules != self.modules or any(self._empty) or type(self._root()) is not self.kinds[0]:
+            return False
+        has_classes = list(map(type, modules)) == self._child_kinds
+        return has_classes and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
 
     def present(self) -> list[torch.Tensor | None]:
         """Parameters and buffers as they are now, in the order of `tensor_names`."""
@@ -118,6 +134,7 @@ class _Known:
         self.probe = Probe(tensors)
         self.probe.note()
         self.checksums: list[bytes] = []
+        self.is_elsewhere = any(tensor.is_meta for tensor in tensors)  # what they are is not known
         self.nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
 
     def tensors(self, present: list[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -190,6 +207,8 @@ class ModelWatch:
         with self._lock:
             self._compare(model)
             gated = gated_reason(self._layout) or _peft_reason(model)
+            if self._known is not None and self._known.is_elsewhere:
+                gated = gated or "gated: weights are offloaded"
             return ModelState(self._version, self._structure, self._surprises, gated)
 
     def check_all(self) -> bool:
@@ -374,7 +393,7 @@ def watch_of(model: torch.nn.Module) -> ModelWatch:
 
 def _surroundings(model: torch.nn.Module, layout: _Layout) -> tuple[Any, ...]:
     """Adapters, config and settings that change what the same weights compute."""
-    return _adapter_states(layout.adapters), config_of(model), numerics()
+    return _adapter_states(layout.adapters), config_of(model), numerics(), layout.classes
 
 
 def _adapter_states(layers: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -432,11 +451,10 @@ def gated_reason(layout: _Layout) -> str:
     """Why nothing may be read or stored while the model is like this; empty where it may."""
     if why := _ambient_reason(layout):
         return f"gated: {why}"
-    if any(map(_training, layout.dicts)):
-        number = next(number for number, each in enumerate(layout.dicts) if each["training"])
-        return f"gated: {layout.names[number]} is in train mode"
-    if any(map(_hooks, layout.dicts)) or any(map(_pre_hooks, layout.dicts)):
-        for name, each in zip(layout.names, layout.dicts, strict=True):
+    if any(map(_training, layout.flags)):
+        return f"gated: {next(name for name, each in layout.flagged if each['training'])} is in train mode"
+    if any(map(_hooks, layout.hooks)) or any(map(_pre_hooks, layout.hooks)):
+        for name, each in layout.hooked:
             for hook in (*each["_forward_hooks"].values(), *each["_forward_pre_hooks"].values()):
                 if not _is_known(hook):
                     return f"gated: {name} has a forward hook"
@@ -471,7 +489,7 @@ def _ambient_reason(layout: _Layout) -> str:
 
 def _device_types(layout: _Layout) -> set[str]:
     tensors = next(map(_values, layout.tensor_dicts), ())
-    return {"cpu", *(tensor.device.type for tensor in tensors if tensor is not None)}
+    return {"cpu", *(tensor.device.type for tensor in tensors if tensor is not None and not tensor.is_meta)}
 
 
 def _function_modes() -> bool:
@@ -496,10 +514,10 @@ def _is_known_forward(fields: dict[str, Any], kind: Any) -> bool:
     """Whether it is ours, the class's own put back, or that of a library which moves layers about."""
     forward = fields["forward"]
     if "_hf_hook" in fields:
+        hook = fields["_hf_hook"]
+        hooks = [hook, *getattr(hook, "hooks", ())]  # accelerate keeps several in one
         inside = getattr(fields.get("_old_forward"), "__func__", None)
-        modules = [
-            type(fields["_hf_hook"]).__module__,
-            getattr(getattr(forward, "func", None), "__module__", ""),
-        ]
-        return inside is kind.forward and all(str(each).startswith("accelerate.") for each in modules)
+        origins = [getattr(getattr(forward, "func", None), "__module__", "")]
+        origins += [type(each).__module__ for each in hooks]
+        return inside is kind.forward and all(str(each).startswith("accelerate.") for each in origins)
     return getattr(forward, "__func__", None) is kind.forward or hasattr(forward, "is_kvboosts")

@@ -30,12 +30,15 @@ class Checksum:
         self._sum = 0
 
     def advance(self, most_bytes: int) -> int:
-        """Take in up to `most_bytes` more; returns how many that were: 0 when it is through."""
-        count = min(most_bytes, self._bytes.numel() - self._at)
+        """Take in about `most_bytes` more; returns how many that were: 0 when it is through."""
+        left = self._bytes.numel() - self._at
+        count = min(
+            max(4, most_bytes // 4 * 4), left
+        )  # in whole words but for the end: slices change nothing
         if count <= 0:
             return 0
         part = self._bytes[self._at : self._at + count]
-        if part.device.type == "cpu":
+        if _is_on_cpu(part):
             self._hash.update(part.numpy().data)
         else:
             self._sum = (self._sum + _device_sum(part, self._at)) % (1 << 64)
@@ -44,9 +47,13 @@ class Checksum:
 
     def digest(self) -> bytes:
         """The checksum of what was taken in."""
-        if self._bytes.device.type == "cpu":
+        if _is_on_cpu(self._bytes):
             return bytes(self._hash.digest())
         return self._sum.to_bytes(8, "little")
+
+
+def _is_on_cpu(part: torch.Tensor) -> bool:
+    return part.device.type == "cpu"
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
@@ -72,7 +79,7 @@ def _device_sum(part: torch.Tensor, first_byte: int) -> int:
     words = part[:even].view(torch.int32).to(torch.int64)
     rest = part[even:].to(torch.int64)
     values = torch.cat([words, rest]) if rest.numel() else words
-    place = torch.arange(values.numel(), device=values.device, dtype=torch.int64) + first_byte
+    place = torch.arange(values.numel(), device=values.device, dtype=torch.int64) + first_byte // 4
     return int((values * ((place * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1)).sum().item())
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvboost.engine as engine_module
-from kvboost import KVBoost
+from kvboost import KVBoost, weights
 from kvboost.errors import InvalidRequestError
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import with_adapters
@@ -248,3 +248,89 @@ def test_adapters_that_begin_where_the_prompt_calls_them(make_engine: MakeEngine
 def test_options_of_a_wrong_type(options: dict[str, Any], make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(options))):
         make_engine().generate(PROMPT, max_new_tokens=3, **options)
+
+
+@pytest.mark.parametrize("slice_bytes", [4, 64, 1_000, 4_097, 1 << 20])
+def test_a_checksum_does_not_depend_on_its_slices(slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on a CPU nor in the sum that is used on a GPU, where every pass saw a change."""
+    for tensor in (
+        torch.randn(1_000),
+        torch.randn(333).to(torch.bfloat16),
+        torch.arange(7, dtype=torch.uint8),
+    ):
+        for on_device in (False, True):
+            if on_device:
+                monkeypatch.setattr(weights, "_is_on_cpu", lambda _part: False)
+            whole, parts = weights.Checksum(tensor), weights.Checksum(tensor)
+            while whole.advance(1 << 30):
+                pass
+            while parts.advance(slice_bytes):
+                pass
+            assert parts.digest() == whole.digest()
+            changed = tensor.clone()
+            changed[len(changed) // 2] += 1
+            assert weights.checksum(changed) != weights.checksum(tensor)
+            monkeypatch.undo()
+
+
+def test_a_compiled_model(tokenizer: Any) -> None:
+    model = torch.compile(tiny_model("llama"), backend="eager")
+    model.config.architectures = ["LlamaForCausalLM"]
+    engine = KVBoost(model, tokenizer, chunk_size=16)
+    for _ in range(2):
+        answer = engine.generate(PROMPT, max_new_tokens=3, mode="prefix_cache")
+    assert answer.cached_tokens == 39
+
+
+def test_weights_that_are_offloaded(make_engine: MakeEngine) -> None:
+    from accelerate import cpu_offload
+
+    model = tiny_model("llama")
+    cpu_offload(model.model.layers[1], execution_device="cpu")
+    engine = make_engine(model=model)
+    for _ in range(2):
+        answer = engine.generate(PROMPT, max_new_tokens=3, mode="prefix_cache")
+        assert answer.spans[0].reason == "gated: weights are offloaded"
+        assert answer.token_ids == stock_answer(model, PROMPT, 3)
+
+
+def test_a_hook_put_behind_one_of_accelerate(make_engine: MakeEngine) -> None:
+    from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+
+    class Steering(ModelHook):  # type: ignore[misc]
+        def post_forward(self, _module: Any, output: Any) -> Any:
+            return output * -2.0
+
+    model = tiny_model("llama")
+    layer = model.model.layers[0].mlp
+    add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
+    engine = make_engine(model=model)
+    is_right(engine)
+    add_hook_to_module(layer, Steering(), append=True)
+    answer = engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache")
+    assert answer.cached_tokens == 0
+    assert answer.token_ids == stock_answer(model, PROMPT, 4)
+
+
+def other_module(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def other_class(model: Any) -> None:
+    class Louder(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = super().forward(hidden) * -2.0
+            return result
+
+    model.model.layers[0].mlp.__class__ = Louder
+
+
+@pytest.mark.parametrize("change", [other_module, other_class])
+def test_modules_without_weights_and_classes_count(
+    change: Callable[[Any], None], make_engine: MakeEngine
+) -> None:
+    engine = make_engine()
+    is_right(engine)
+    change(engine.model)
+    assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
+    is_right(engine)
