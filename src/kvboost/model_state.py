@@ -513,6 +513,8 @@ def _is_known(function: Any) -> bool:
 def _is_known_forward(fields: dict[str, Any], kind: Any) -> bool:
     """Whether it is ours, the class's own put back, or that of a library which moves layers about."""
     forward = fields["forward"]
+    if kind.__module__.startswith("torch._dynamo"):
+        return True  # a compiled module calls the one inside
     if "_hf_hook" in fields:
         hook = fields["_hf_hook"]
         hooks = [hook, *getattr(hook, "hooks", ())]  # accelerate keeps several in one
