@@ -232,6 +232,13 @@ class DiskCache:
         """Sizes and counters of the disk at this moment."""
         return {**self.tier.stats(), "unsaved_chunks": self._manager.on_disk.num_unsaved}
 
+    def close_unowned(self) -> None:
+        """Close it where its engine was collected as garbage: in any thread, the saver's own among them."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:  # closing waits for the saver, and nobody else could collect garbage meanwhile
+            threading.Thread(target=self.close, name="kvboost-closer", daemon=True).start()
+
     def close(self) -> None:
         """Save what is left, and close the files."""
         if self._closing.is_set() or os.getpid() != self._pid:  # a forked child leaves them to its parent

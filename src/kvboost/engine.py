@@ -262,7 +262,9 @@ class InferenceEngine:
             slot_bytes=slot_bytes,
             label=self._model_name(),
         )
-        weakref.finalize(self, disk.close)  # an engine that nobody closed: its threads must end before Python
+        weakref.finalize(
+            self, disk.close_unowned
+        )  # nobody closed the engine: its threads must end before Python
         return disk
 
     @classmethod

@@ -134,6 +134,7 @@ class _Known:
         self.probe = Probe(tensors)
         self.probe.note()
         self.checksums: list[bytes] = []
+        self.device_types = {"cpu", *(tensor.device.type for tensor in tensors if not tensor.is_meta)}
         self.is_elsewhere = any(tensor.is_meta for tensor in tensors)  # what they are is not known
         self.nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
 
@@ -205,9 +206,9 @@ class ModelWatch:
         model = self.model
         creeping.CREEPER.ensure_running()
         with self._lock:
-            self._compare(model)
-            gated = gated_reason(self._layout) or _peft_reason(model)
-            if self._known is not None and self._known.is_elsewhere:
+            known = self._compare(model)
+            gated = gated_reason(self._layout, known.device_types) or _peft_reason(model)
+            if known.is_elsewhere:
                 gated = gated or "gated: weights are offloaded"
             return ModelState(self._version, self._structure, self._surprises, gated)
 
@@ -447,9 +448,9 @@ def numerics() -> tuple[Any, ...]:
 # --- states that cannot be known -----------------------------------------------------------------
 
 
-def gated_reason(layout: _Layout) -> str:
+def gated_reason(layout: _Layout, device_types: set[str]) -> str:
     """Why nothing may be read or stored while the model is like this; empty where it may."""
-    if why := _ambient_reason(layout):
+    if why := _ambient_reason(device_types):
         return f"gated: {why}"
     if any(map(_training, layout.flags)):
         return f"gated: {next(name for name, each in layout.flagged if each['training'])} is in train mode"
@@ -476,8 +477,8 @@ def _peft_reason(model: Any) -> str:
     return ""
 
 
-def _ambient_reason(layout: _Layout) -> str:
-    if any(torch.is_autocast_enabled(kind) for kind in _device_types(layout)):
+def _ambient_reason(device_types: set[str]) -> str:
+    if any(map(torch.is_autocast_enabled, device_types)):
         return "autocast is on"
     hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
     if any(hooks):
@@ -485,11 +486,6 @@ def _ambient_reason(layout: _Layout) -> str:
     if torch._C._len_torch_dispatch_stack() or _function_modes():
         return "a torch mode changes what operators do"
     return ""
-
-
-def _device_types(layout: _Layout) -> set[str]:
-    tensors = next(map(_values, layout.tensor_dicts), ())
-    return {"cpu", *(tensor.device.type for tensor in tensors if tensor is not None and not tensor.is_meta)}
 
 
 def _function_modes() -> bool:

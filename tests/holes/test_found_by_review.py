@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,7 @@ def test_a_checksum_does_not_depend_on_its_slices(slice_bytes: int, monkeypatch:
             monkeypatch.undo()
 
 
+@pytest.mark.slow  # torch's compiler takes a minute to load and trace
 def test_a_compiled_model(tokenizer: Any) -> None:
     model = torch.compile(tiny_model("llama"), backend="eager")
     model.config.architectures = ["LlamaForCausalLM"]
@@ -334,3 +336,25 @@ def test_modules_without_weights_and_classes_count(
     change(engine.model)
     assert engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache").cached_tokens == 0
     is_right(engine)
+
+
+def test_an_engine_with_a_disk_collected_as_garbage_in_the_savers_own_thread(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = KVBoost(tiny_model("llama"), tokenizer, chunk_size=16, disk_cache_dir=tmp_path)
+    disk = engine._disk
+    assert disk is not None
+    held = [engine]
+    del engine
+    write = disk.tier.write_records
+
+    def collecting(records: Any) -> Any:
+        monkeypatch.undo()
+        held.clear()
+        gc.collect()
+        return write(records)
+
+    monkeypatch.setattr(disk.tier, "write_records", collecting)
+    held[0].generate(PROMPT, max_new_tokens=2)
+    disk._saver.join(timeout=20)
+    assert not disk._saver.is_alive()
