@@ -121,6 +121,15 @@ class GenerationOptions:
         return ""
 
     @property
+    def why_not_prepared(self) -> str:
+        """Why the model's own generate would not go on from a cache that holds a part; empty where it does."""
+        if self.kind is DecodingKind.ASSISTED_GENERATION:
+            return "gated: the generation config asks for assisted generation"
+        if (self.stock_config or self.config).use_cache is False:
+            return "gated: the generation config asks for no cache"
+        return ""
+
+    @property
     def _is_assisted_by_others(self) -> bool:
         """Assisted by another model or by the prompt: our cache is fed each token once, as is tested."""
         by_itself = self.config.assistant_early_exit is not None or getattr(self.config, "use_mtp", None)

@@ -812,7 +812,8 @@ class InferenceEngine:
     ) -> PreparedPrompt:
         """Inputs for one's own `model.generate(**prepared)`: ids, mask and a cache with what is known.
 
-        `max_new_tokens` only sizes the cache, which grows where it must.
+        `max_new_tokens` only sizes the cache, which grows where it must. Your call must not ask for assisted
+        decoding or `use_cache=False`: then transformers feeds the whole prompt again.
         """
         options = decode.read_options(self.model, max_new_tokens, 1.0, False, None, {})
         salt = self._salt(cache_salt)
@@ -825,7 +826,7 @@ class InferenceEngine:
         )
         ids = request.token_ids
         self._requests.check_positions(len(ids), "the prompt", len(ids))
-        if why := self._why_plain(request):
+        if why := self._why_plain(request) or options.why_not_prepared:
             return PreparedPrompt.gated(self.model, ids, why)
         arena = Arena(self.layout, len(ids) + max_new_tokens)
         plan = self._placer.place(

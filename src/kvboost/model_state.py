@@ -304,7 +304,7 @@ class ModelWatch:
             value = before[name] if number in untouched else checksum(tensor)
             fresh.checksums.append(value)
             has_changed |= before.get(name) != value
-        self._structure += known is not None and known.kinds != fresh.kinds
+        self._structure += known is None or known.kinds != fresh.kinds
         self._version += has_changed
         self._known = fresh
         if self._suspects and any(self._stored):

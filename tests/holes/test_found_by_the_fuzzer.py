@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,31 @@ def test_kv_of_other_weights_is_not_left_on_disk(make_engine: MakeEngine, tmp_pa
     answer = two.generate(prompt, max_new_tokens=4, mode="prefix_cache")
     assert answer.cached_tokens == 0
     assert answer.token_ids == stock_answer(two.model, prompt, 4)
+
+
+@pytest.mark.parametrize("field", [{"prompt_lookup_num_tokens": 2}, {"use_cache": False}], ids=str)
+def test_prepare_under_a_generation_config_that_feeds_the_whole_prompt(
+    field: dict[str, Any], make_engine: MakeEngine
+) -> None:
+    engine = make_engine()
+    prompt = random_ids(40, seed=6)
+    engine.warm(prompt[:20])
+    for name, value in field.items():
+        setattr(engine.model.generation_config, name, value)
+    prepared = engine.prepare(prompt)
+    assert prepared.spans[0].reason.startswith("gated: the generation config asks for")
+    output = engine.model.generate(**prepared, max_new_tokens=4, do_sample=False)
+    assert engine.commit(prepared, output).stored == 0
+    for name in field:
+        setattr(engine.model.generation_config, name, None)
+    assert output[0, 40:].tolist() == stock_answer(engine.model, prompt, 4)
+
+
+def test_another_dtype_seen_first_by_the_creeping_check(make_engine: MakeEngine) -> None:
+    engine = make_engine(weights_check_seconds=0.1)
+    prompt = random_ids(40, seed=7)
+    engine.generate(prompt, max_new_tokens=4)
+    engine.model.to(torch.bfloat16)
+    time.sleep(0.3)
+    answer = engine.generate(prompt, max_new_tokens=4, mode="prefix_cache")
+    assert "not those that the engine was made for" in answer.spans[0].reason
