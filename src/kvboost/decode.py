@@ -122,7 +122,7 @@ class GenerationOptions:
 
     @property
     def why_not_prepared(self) -> str:
-        """Why the model's own generate would not go on from a cache that holds a part; empty where it does."""
+        """Why the model's own generate would not go on from a cache that holds a part; empty if it does."""
         if self.kind is DecodingKind.ASSISTED_GENERATION:
             return "gated: the generation config asks for assisted generation"
         if (self.stock_config or self.config).use_cache is False:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from tests.tiny_models import random_ids
+from tests.tiny_models import random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,3 +82,18 @@ def test_autocast(make_engine: MakeEngine) -> None:
         answer = engine.generate(random_ids(50, seed=4), max_new_tokens=4, mode="prefix_cache")
     assert answer.spans[0].reason == "gated: autocast is on"
     assert engine.cache_stats()["chunks"] == 0
+
+
+def test_checking_over_weights_larger_than_a_slice_finds_no_change(make_engine: MakeEngine) -> None:
+    model = tiny_model("llama", hidden_size=1024, intermediate_size=3000, num_attention_heads=16)
+    engine = make_engine(model=model, device="cuda", weights_check_seconds=0.4)
+    prompt = random_ids(50, seed=5)
+    engine.generate(prompt, max_new_tokens=4)
+    before = engine.namespace()
+    time.sleep(1.2)
+    assert engine.namespace() == before
+    assert engine.generate(prompt, max_new_tokens=4).cached_tokens == 49
+    assert engine.cache_stats()["refused"] == {}
+    engine.model.model.layers[2].mlp.down_proj.weight.data.view(-1)[2_000_001] += 1
+    time.sleep(0.5)
+    assert engine.namespace() != before
