@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,28 +40,35 @@ def hunt(
     counted = Tally() if tally is None else tally
     own = {"groups": groups, "kinds": tuple(kinds), "tally": counted, "__module__": __name__}
     machine: type[Machine] = type("Fuzz", (Machine,), own)
-    try:
-        run_state_machine_as_test(
-            seed(number)(machine),
-            settings=settings(
-                max_examples=examples,
-                stateful_step_count=steps,
-                deadline=None,
-                database=None,
-                print_blob=False,
-                report_multiple_bugs=False,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-    except Exception as error:
-        shortest, found = shortened(machine, counted.failed_steps, error)
-        shown = "\n".join(f"    {name}({_arguments(drawn)})" for name, drawn in shortest)
-        raise FuzzError(
-            f"seed {number}, met after {counted.failed_after_s or 0:.1f} s: {type(found).__name__}: {found}\n"
-            f"{shown}\n{counted.summary()}"
-        ) from found
+    with warnings.catch_warnings():
+        # transformers about options of the caller's that do not fit together, and which it then follows
+        warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
+        try:
+            _run(seed(number)(machine), examples, steps)
+        except Exception as error:
+            shortest, found = shortened(machine, counted.failed_steps, error)
+            shown = "\n".join(f"    {name}({_arguments(drawn)})" for name, drawn in shortest)
+            when = f"met after {counted.failed_after_s or 0:.1f} s"
+            raise FuzzError(
+                f"seed {number}, {when}: {type(found).__name__}: {found}\n{shown}\n{counted.summary()}"
+            ) from found
     return counted
+
+
+def _run(machine: type[Machine], examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
 
 
 def replayed(machine: type[Machine], steps: Steps) -> Exception | None:
