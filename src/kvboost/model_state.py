@@ -28,7 +28,7 @@ from kvboost.weights import Checksum, Probe, checksum
 
 _ADAPTER_FIELDS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
-_KNOWN_PACKAGES = ("transformers", "accelerate")  # whose hooks and forwards change no numbers
+_KNOWN_PACKAGES = ("kvboost", "transformers", "accelerate")  # whose hooks and forwards change no numbers
 _values = operator.methodcaller("values")
 _training = operator.itemgetter("training")
 _hooks = operator.itemgetter("_forward_hooks")
