@@ -422,7 +422,7 @@ class Machine(RuleBasedStateMachine):
             if not may_refuse:
                 raise
             self.tally.refused += 1
-        except Exception:
+        except Exception:  # what the model itself cannot answer either
             if not any(stock is not None and stock.error is not None for stock in stocks):
                 raise
         return None
@@ -532,7 +532,7 @@ class Machine(RuleBasedStateMachine):
                     _ = engine.stream(prompt, new_tokens, **options).result
                 else:
                     engine.generate(prompt, new_tokens, **options)
-            except Exception:
+            except Exception:  # what the model itself cannot answer either
                 if stock is not None and stock.error is None:
                     raise
         self.tally.only_later += 1
@@ -599,7 +599,7 @@ class Machine(RuleBasedStateMachine):
             try:
                 self._apply(alter)
                 _ = stream.result
-            except Exception:
+            except Exception:  # what the model itself cannot answer either
                 if stock is not None and stock.error is None:
                     raise
         self.tally.only_later += 1
