@@ -497,7 +497,7 @@ class Machine(RuleBasedStateMachine):
     def sample(self, which: int, ask: Ask, new_tokens: int, seed: int) -> None:
         opened = self._pick(which)
         prompt, ids = self._prompt(opened.engine, ask)
-        stock = self._stock(opened.engine, ids, 1)
+        stock = self._stock(opened.engine, ids, new_tokens)
         options = {"mode": PREFIX, "do_sample": True, "seed": seed, "temperature": 0.7}
         first = self._ask(lambda: opened.engine.generate(prompt, new_tokens, **options), stock)
         second = self._ask(lambda: opened.engine.generate(prompt, new_tokens, **options), stock)
@@ -523,7 +523,7 @@ class Machine(RuleBasedStateMachine):
         self._tell_before(alter)
         engine = self._pick(which).engine
         prompt, ids = self._prompt(engine, ask)
-        stock = self._stock(engine, ids, 1)
+        stock = self._stock(engine, ids, new_tokens)
         processors = LogitsProcessorList([AtToken(at, lambda: self._apply(alter))])
         options = {"mode": PREFIX, "logits_processor": processors}
         with contextlib.suppress(InvalidRequestError):
