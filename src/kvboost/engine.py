@@ -66,7 +66,7 @@ from kvboost.namespace import Namespace, NamespaceTracker
 from kvboost.placement import Placer
 from kvboost.prepared import LENGTH_REASON, PreparedPrompt
 from kvboost.prompt_assembler import PromptAssembler, ReusePlan
-from kvboost.prompts import Prompt, PromptReader, check_text
+from kvboost.prompts import UNBOUNDED, Prompt, PromptReader, ReadingBounds, check_text
 from kvboost.requests import Request, RequestReader, ScoreRequest
 from kvboost.row_loop import RowLoop
 from kvboost.row_server import RowServer, Scores
@@ -1012,9 +1012,17 @@ class InferenceEngine:
         new_tokens = prompts if isinstance(prompts, int) else max_new_tokens
         return verify.verify(self, asked, new_tokens, choice(GenerationMode, "mode", mode), report=report)
 
-    def tokenize(self, prompt: Prompt, *, cache_salt: str | None = None) -> list[int]:
-        """The token ids that the model would read for `prompt`."""
-        ids: list[int] = self._reader.read(prompt, self._salt(cache_salt)).token_ids.tolist()
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        cache_salt: str | None = None,
+        warming: bool = False,
+        bounds: ReadingBounds = UNBOUNDED,
+    ) -> list[int]:
+        """The token ids that the model would read for `prompt`; with `warming`, those that `warm` reads."""
+        salt = self._salt(cache_salt)
+        ids: list[int] = self._reader.read(prompt, salt, warming=warming, bounds=bounds).token_ids.tolist()
         return ids
 
     @property

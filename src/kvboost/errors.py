@@ -2,6 +2,7 @@
 
 KVBoostError
 ├── InvalidRequestError (ValueError)       a prompt or option that cannot be served
+│   └── PromptTooLongError                 a prompt of more tokens than fit
 ├── UnsupportedModelError (ValueError)     a model whose KV cannot be reused safely
 ├── UnstorableKVError (ValueError)         KV that the chosen encoding cannot hold
 ├── PartialResultsError                    some of many prompts failed; it carries the other results
@@ -20,6 +21,14 @@ class KVBoostError(Exception):
 
 class InvalidRequestError(KVBoostError, ValueError):
     """A prompt or an option that cannot be served; nothing was computed or stored."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """A prompt of more than `max_tokens` tokens, told before all of them were made."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(f"the prompt has more than the {max_tokens} tokens that fit; shorten it")
+        self.max_tokens = max_tokens
 
 
 class UnsupportedModelError(KVBoostError, ValueError):

@@ -9,6 +9,7 @@ tokenizer, no model and no cache.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections import Counter, OrderedDict
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvboost.errors import InvalidRequestError
+from kvboost.errors import InvalidRequestError, PromptTooLongError
 from kvboost.locks import fork_safe_lock
 
 Message: TypeAlias = Mapping[str, Any]
@@ -30,6 +31,27 @@ _ENTRY_BYTES = 400
 _MARK = "\u2063kvboost{}\u2063"  # stands for an answer while a template is rendered
 _MARKS = re.compile(_MARK.format("([0-9]+)"))
 _SEAM_TOKENS = 8  # on each side of a seam, to see whether both sides are spelled there as they are alone
+_LONG_TEXT = 65_536  # characters; encoding more takes a tenth of a second and more
+_COMPARED = 2_000  # characters by which two tokenizers are compared
+_COUNTED_FROM = 4  # characters per allowed token: a longer text is counted in slices before it is encoded
+_SLICE = 16_384  # characters
+_CUT_TOKENS = 128  # that a cut between two slices may add, and many more than it does
+
+
+@dataclass(frozen=True)
+class ReadingBounds:
+    """What reading a prompt may cost, where others wait for theirs.
+
+    More than `max_tokens` tokens are refused before they are all made. `go_on` is called between the parts
+    of the work, and raises where it is to end. With `apart`, short texts do not wait for this one.
+    """
+
+    max_tokens: int | None = None
+    go_on: Callable[[], None] = lambda: None
+    apart: bool = False
+
+
+UNBOUNDED = ReadingBounds()
 
 
 class TokenizedPrompt:
@@ -161,6 +183,31 @@ class _ControlTokens:
         return False
 
 
+class _Encoder:
+    """A tokenizer for one thread at a time: fast ones fail where two encode at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._lock = fork_safe_lock()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with self._lock:
+            encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return list(encoded["input_ids"])
+
+    def copied(self) -> _Encoder:
+        with self._lock:
+            return _Encoder(copy.deepcopy(self.tokenizer))
+
+    def is_like(self, other: _Encoder, text: str) -> bool:
+        """Whether both have the same tokens and read the beginning of `text` alike."""
+        return len(self.tokenizer) == len(other.tokenizer) and all(
+            self.encode(text[:_COMPARED], add_special_tokens=special)
+            == other.encode(text[:_COMPARED], add_special_tokens=special)
+            for special in (False, True)
+        )
+
+
 class PromptReader:
     """Tokenizes prompts and remembers answers, per salt and bounded."""
 
@@ -169,7 +216,8 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._control = _ControlTokens(tokenizer)
         self._answers = _Answers()
-        self._encoding = fork_safe_lock()  # fast tokenizers fail where two threads encode at once
+        self._encoder = _Encoder(tokenizer)
+        self._long_encoder: _Encoder | None = None  # for long texts, so that short ones do not wait for them
 
     @property
     def tokenizer(self) -> Any:
@@ -181,15 +229,18 @@ class PromptReader:
         """Memory that remembered answers take."""
         return self._answers.size_bytes
 
-    def read(self, prompt: Prompt, salt: str = "", *, warming: bool = False) -> TokenizedPrompt:
+    def read(
+        self, prompt: Prompt, salt: str = "", *, warming: bool = False, bounds: ReadingBounds = UNBOUNDED
+    ) -> TokenizedPrompt:
         """Tokenize `prompt`. With `warming`, leave out what only the end of a prompt has."""
         if isinstance(prompt, str):
-            ids = self._encode(prompt, add_special_tokens=True, what="prompt")
+            self._count(prompt, bounds)
+            ids = self._encode(prompt, add_special_tokens=True, what="prompt", bounds=bounds)
             if warming:
                 ids = self._without_trailing_special(ids, prompt)
             text = prompt
         elif _is_messages(prompt):
-            ids, text = self._read_messages(_checked_messages(prompt), salt, warming)
+            ids, text = self._read_messages(_checked_messages(prompt), salt, warming, bounds)
         else:
             found = self._checked_ids(prompt)
             self._check(found)
@@ -240,17 +291,43 @@ class PromptReader:
         """The text of generated ids, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _encode(self, text: str, *, add_special_tokens: bool, what: str = "chat") -> list[int]:
+    def _encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        what: str = "chat",
+        bounds: ReadingBounds = UNBOUNDED,
+    ) -> list[int]:
         """The ids of `text`, which an error calls `what`."""
         check_text(text, f"the {what}")
         try:
-            with self._encoding:
-                encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+            encoder = self._for_long_text(text) if bounds.apart and len(text) > _LONG_TEXT else self._encoder
+            return encoder.encode(text, add_special_tokens=add_special_tokens)
         except MemoryError:
             raise
         except Exception as error:  # tokenizers raise what they like
             raise InvalidRequestError(f"the tokenizer refused the {what}: {error}") from error
-        return list(encoded["input_ids"])
+
+    def _for_long_text(self, text: str) -> _Encoder:
+        """A tokenizer of its own, made anew where the caller has changed the first one since."""
+        if self._long_encoder is None or not self._long_encoder.is_like(self._encoder, text):
+            self._long_encoder = self._encoder.copied()
+        return self._long_encoder
+
+    def _count(self, text: str, bounds: ReadingBounds) -> None:
+        """Refuse a text that has too many tokens for certain, at the cost of so many and no more."""
+        bounds.go_on()
+        most = bounds.max_tokens
+        if most is None or len(text) <= _COUNTED_FROM * most:
+            return
+        at_least = 0
+        for start in range(0, len(text), _SLICE):
+            bounds.go_on()
+            part = self._encode(text[start : start + _SLICE], add_special_tokens=False)
+            at_least += max(0, len(part) - _CUT_TOKENS)
+            if at_least > most:
+                raise PromptTooLongError(most)
 
     def _spelled(self, token_ids: Sequence[int]) -> str:
         """The text of ids as it stands, with special tokens and every space."""
@@ -299,15 +376,17 @@ class PromptReader:
     # --- chats -------------------------------------------------------------------------------
 
     def _read_messages(
-        self, messages: list[dict[str, Any]], salt: str, warming: bool
+        self, messages: list[dict[str, Any]], salt: str, warming: bool, bounds: ReadingBounds
     ) -> tuple[list[int], str]:
+        bounds.go_on()
         text = self._render(messages, warming)
-        answers = self._known_answers(messages, salt)
+        self._count(text, bounds)
+        answers = self._known_answers(messages, salt, bounds)
         if answers:
-            spliced = self._splice(messages, answers, text, warming)
+            spliced = self._splice(messages, answers, text, warming, bounds)
             if spliced is not None:
                 return spliced, text
-        return self._encode(text, add_special_tokens=False), text
+        return self._encode(text, add_special_tokens=False, bounds=bounds), text
 
     def _render(self, messages: list[dict[str, Any]], warming: bool) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -327,7 +406,9 @@ class PromptReader:
         except Exception as error:  # templates raise what they like; the caller sees which message
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
 
-    def _known_answers(self, messages: list[dict[str, Any]], salt: str) -> dict[int, list[int]]:
+    def _known_answers(
+        self, messages: list[dict[str, Any]], salt: str, bounds: ReadingBounds
+    ) -> dict[int, list[int]]:
         """The ids of those messages that are answers of ours, by the messages' numbers."""
         found = {}
         for index, message in enumerate(messages):
@@ -337,6 +418,7 @@ class PromptReader:
                 continue
             ids = answer.token_ids
             if answer.is_spelled is None:
+                bounds.go_on()
                 answer.is_spelled = self._can_stand_for(ids, text)
             if answer.is_spelled:
                 found[index] = ids
@@ -351,9 +433,15 @@ class PromptReader:
         return self._control.of(ids) == self._control.of(plain) and self._spelled(ids) == text
 
     def _splice(
-        self, messages: list[dict[str, Any]], answers: dict[int, list[int]], text: str, warming: bool
+        self,
+        messages: list[dict[str, Any]],
+        answers: dict[int, list[int]],
+        text: str,
+        warming: bool,
+        bounds: ReadingBounds,
     ) -> list[int] | None:
         """Token ids of `text` with remembered answers in their places; None where that is not safe."""
+        bounds.go_on()
         marked = self._render(
             [
                 {**message, "content": _MARK.format(index) if index in answers else message["content"]}
@@ -367,17 +455,21 @@ class PromptReader:
         parts[1::2] = [messages[index]["content"] for index in answers]
         if "".join(parts) != text:
             return None  # the template looks into its messages or changes them
-        pieces = [self._encode(part, add_special_tokens=False) if part else [] for part in parts[::2]]
+        pieces = []
+        for part in parts[::2]:
+            bounds.go_on()
+            pieces.append(self._encode(part, add_special_tokens=False, bounds=bounds) if part else [])
         own = list(answers.values())
         ids = list(pieces[0])
         for answer, piece in zip(own, pieces[1:], strict=True):
             ids += answer
             ids += piece
-        return ids if self._are_clean(parts, pieces, own) or self._is_same(ids, text) else None
+        bounds.go_on()
+        return ids if self._are_clean(parts, pieces, own) or self._is_same(ids, text, bounds) else None
 
-    def _is_same(self, ids: list[int], text: str) -> bool:
+    def _is_same(self, ids: list[int], text: str, bounds: ReadingBounds) -> bool:
         """Whether `ids` are what encoding `text` gives, but for where ordinary tokens end."""
-        plain = self._encode(text, add_special_tokens=False)
+        plain = self._encode(text, add_special_tokens=False, bounds=bounds)
         return self._control.of(ids) == self._control.of(plain) and self._spelled(ids) == self._spelled(plain)
 
     def _are_clean(self, parts: list[str], pieces: list[list[int]], answers: list[list[int]]) -> bool:
