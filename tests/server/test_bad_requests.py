@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.server.schemas import UNSUPPORTED
 from tests.server.running import HELLO, MODEL, Running, running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -69,8 +68,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (chat(messages=[{"role": "user", "content": None}]), "messages[0].content"),
     (chat(messages=[{"role": "user", "content": []}]), "messages[0].content"),
     (chat(messages=[*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]), "messages[1].content"),
-    (chat(messages=[{"role": "user", "content": "hi", "name": "Ann"}]), "messages[0].name"),
-    (chat(messages=[{"role": "assistant", "content": "hi", "tool_calls": []}]), "messages[0].tool_calls"),
+    (chat(messages=[{"role": "user", "content": "hi", "name": "A" * 65}]), "messages[0].name"),
     (chat(messages=[{"role": "user", "content": "hi", "colour": "red"}]), "messages[0].colour"),
     (chat(temperature=-0.1), "temperature"),
     (chat(temperature=2.1), "temperature"),
@@ -85,8 +83,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (chat(max_tokens=1_000_000), "messages"),
     (chat(max_completion_tokens=-1), "max_completion_tokens"),
     (chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
-    (chat(stop=""), "stop"),
-    (chat(stop=["a", ""]), "stop"),
     (chat(stop=["a"] * 5), "stop"),
     (chat(stop=7), "stop"),
     (chat(stop="x" * 1001), "stop"),
@@ -151,14 +147,6 @@ def test_a_bad_field_is_named(
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert param.partition("[")[0].rpartition(".")[2] in error["message"]
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_openais_other_fields_are_refused_with_a_reason(server: Running, name: str) -> None:
-    for route, body in ((CHAT, chat(**{name: {}})), (TEXT, text(**{name: "x"}))):
-        error = error_of(server.client.post(route, json=body), 400)
-        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-        assert UNSUPPORTED[name] in error["message"]
 
 
 @pytest.mark.parametrize(

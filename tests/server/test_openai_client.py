@@ -230,7 +230,7 @@ def test_errors_are_the_clients_own(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="builtin", messages=messages, temperature=5)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+    with pytest.raises(openai.BadRequestError, match="tools: tool calling is not supported"):
         client.chat.completions.create(
             model="builtin", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
         )

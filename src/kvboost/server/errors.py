@@ -5,23 +5,38 @@ The one place that knows which error is which status. Knows no route.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from kvboost.errors import InvalidRequestError
-from kvboost.server.schemas import UNSUPPORTED, ErrorBody, ErrorDetails
+from kvboost.server.field_rules import UNSUPPORTED
+from kvboost.server.schemas import ErrorBody, ErrorDetails
 from kvboost.server.worker import QueueFullError, RequestTimeoutError, ShuttingDownError
 
 _LONGEST_NAME = 100  # of a client's own field names in messages
-_IN_WORDS = {  # of fields that take several kinds of values
-    "prompt": "must be text, token ids, or a list of one of them, and not empty",
-    "content": 'must be text, or a list of {"type": "text", "text": ...} parts',
-    "stop": "must be a text of 1 to 1000 characters, or a list of at most 4 of them",
+_LONGEST_VALUE = 40  # of a client's own values in messages
+_PLACE = re.compile(r"line (\d+) column (\d+)")
+_IN_WORDS = {  # the validator's types of errors; what is in braces comes from the error's context
+    "expected": "must be {expected}",
+    "literal_error": "must be one of {expected}",
+    "string_type": "must be text",
+    "string_too_long": "must have at most {max_length} characters",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "too_short": "must have at least {min_length} item",
+    "model_type": "must be an object",
 }
 _KINDS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -88,48 +103,56 @@ def _of_http(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, naming the field."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    kind = first["type"]
+def of_validation(error: ValidationError | RequestValidationError) -> ApiError:
+    """What is wrong with a body or with a route's parameters, naming one field, in our own words."""
+    errors: Sequence[Any] = error.errors()
+    found = next((each for each in errors if each["type"] == UNSUPPORTED), errors[0])
+    kind, context = found["type"], found.get("ctx", {})
     if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
-    if (given := first.get("ctx", {}).get("param")) is not None:  # between fields
-        return ApiError(400, f"{given}: {first['msg']}", param=given, code="invalid_value")
-    path = _cut_at_choice(first["loc"])
-    param = _spelled(path)
+        return ApiError(400, _bad_json(context["error"]), code="invalid_json")
+    if (given := context.get("param")) is not None:  # between fields
+        return ApiError(400, f"{given}: {found['msg']}", param=given, code="invalid_value")
+    path = found["loc"][1:] if isinstance(error, RequestValidationError) else found["loc"]
     if not path:
-        return ApiError(400, f"the body must be a JSON object: {first['msg']}", code="invalid_type")
-    if kind == "extra_forbidden" and path == list(first["loc"]):
-        return _unknown_field(param, str(path[-1]))
-    if path != list(first["loc"]) or (path[-1] in _IN_WORDS and kind != "missing"):
-        return ApiError(400, f"{param} {_IN_WORDS[str(path[-1])]}", param=param, code="invalid_value")
+        return ApiError(400, f"the body must be a JSON object{_got(found)}", code="invalid_type")
+    param = _spelled(path)
+    if kind == UNSUPPORTED:
+        return ApiError(400, f"{param}: {context['reason']}", param=param, code="unsupported_parameter")
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{param} is not a known field", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
-    return ApiError(400, f"{param}: {_lower(first['msg'])}", param=param, code="invalid_value")
+    words = _IN_WORDS.get(kind, "is not valid").format(**context)
+    return ApiError(400, f"{param} {words}{_got(found)}", param=param, code="invalid_value")
 
 
-def _unknown_field(param: str, name: str) -> ApiError:
-    if reason := UNSUPPORTED.get(name):
-        return ApiError(400, f"{param} is not supported: {reason}", param=param, code="unsupported_parameter")
-    return ApiError(400, f"{param} is not a known field", param=param, code="unknown_parameter")
+def _bad_json(reason: str) -> str:
+    if "recursion" in reason:
+        return "the body is nested too deeply"
+    place = _PLACE.search(reason)
+    return "the body is not valid JSON" + (f" at line {place[1]}, column {place[2]}" if place else "")
 
 
-def _cut_at_choice(path: Sequence[Any]) -> list[Any]:
-    """The path up to a field that takes several kinds of values: behind it stand the kinds."""
-    for number, step in enumerate(path):
-        if step in _IN_WORDS:
-            return list(path[: number + 1])
-    return list(path)
+def _got(found: Mapping[str, Any]) -> str:
+    """What came instead, as JSON and not at length."""
+    value = found["input"]
+    if isinstance(value, (str, list)) and found["type"] in ("string_too_long", "too_short"):
+        return f", got {len(value)}"
+    if isinstance(value, (list, dict)):
+        return ", got a list" if isinstance(value, list) else ", got an object"
+    if isinstance(value, str) and len(value) > _LONGEST_VALUE:
+        return f", got {_printable(json.dumps(value[:_LONGEST_VALUE], ensure_ascii=False))}..."
+    return f", got {_printable(json.dumps(value, ensure_ascii=False))[:_LONGEST_NAME]}"
 
 
 def _spelled(path: Sequence[Any]) -> str:
     """`["messages", 0, "role"]` as `messages[0].role`."""
     text = ""
     for step in path:
-        text += f"[{step}]" if isinstance(step, int) else f".{str(step)[:_LONGEST_NAME]}"
+        text += f"[{step}]" if isinstance(step, int) else f".{_printable(str(step)[:_LONGEST_NAME])}"
     return text.removeprefix(".")
 
 
-def _lower(message: str) -> str:
-    return message[:1].lower() + message[1:]
+def _printable(text: str) -> str:
+    """`text` with an escape for every character that could not be seen, or that could change the line."""
+    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)

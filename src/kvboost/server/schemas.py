@@ -7,37 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from kvboost.server.field_rules import Between, Expected, Refused
 
 MAX_CHOICES = 128
 _MAX_SALT = 512
 _SEEDS = 2**63
 
-# OpenAI's fields that this server does not have, and why. As null they are no more than left out.
-UNSUPPORTED: dict[str, str] = {
-    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "tool_calls"), "there are no tools here"),
-    **dict.fromkeys(("functions", "function_call"), "there are no tools here"),
-    **dict.fromkeys(("audio", "modalities", "input_audio"), "text is all it reads and writes"),
-    **dict.fromkeys(("store", "metadata"), "no request is kept"),
-    **dict.fromkeys(("service_tier", "prediction", "web_search_options", "moderation"), "it has no use here"),
-    **dict.fromkeys(("reasoning_effort", "verbosity"), "tell the model in its prompt"),
-    **dict.fromkeys(("safety_identifier", "prompt_cache_key"), "use user and cache_salt"),
-    "prompt_cache_retention": "see max_cache_bytes and /v1/cache/pin",
-    "logit_bias": "use stop, or the penalties",
-    "best_of": "use n, and choose",
-    "echo": "the client has the prompt",
-    "suffix": "the model writes forwards only",
-    "name": "write it into the content",
-    "refusal": "send the text as content",
-    "annotations": "send the text as content",
-}
-
 
 class Body(BaseModel):
     """A JSON object with known fields only, and values as they are: "1" is no number."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -45,9 +33,9 @@ class Body(BaseModel):
         """Also leaves out all unknown fields but the first, which is the one that the error names."""
         if not isinstance(data, dict):
             return data
-        kept: dict[Any, Any] = {name: data[name] for name in cls.model_fields if name in data}
+        kept = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
         for name, value in data.items():
-            if name not in kept and (value is not None or name not in UNSUPPORTED):
+            if value is not None and name not in kept:
                 kept[name] = value
                 break
         return kept
@@ -57,76 +45,167 @@ def _wrong(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("between_fields", "{message}", {"message": message, "param": param})
 
 
+def _as_bool(value: Any) -> bool:
+    """Literals compare by value, and 0 is equal to False."""
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
 # --- parts of requests -----------------------------------------------------------------------
+
+
+Off = Annotated[Literal[False], BeforeValidator(_as_bool)]
+One = Annotated[int, Field(ge=1, le=1)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
+EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+NO_TOOLS = Refused("tool calling is not supported")
+TEXT_ONLY = Refused("this model reads text only")
+NO_SOUND = Refused("answers are text only")
+AS_CONTENT = Refused("an answer is its content; send the text as content")
+IN_THE_PROMPT = Refused("there is no such setting; tell the model in its prompt")
+CACHED_BY_ITSELF = Refused("text is cached without being asked; see cache_salt and /v1/cache/pin")
+NO_TOOL_ROLES = Refused(NO_TOOLS.reason, only=("tool", "function"))
 
 
 class TextPart(Body):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], TEXT_ONLY]
     text: str
+    prompt_cache_breakpoint: Annotated[EmptyObject, CACHED_BY_ITSELF] | None = None
 
 
 class ChatMessage(Body):
-    """A message of a chat. `developer` reads as `system`; parts are joined by line breaks."""
+    """A message of a chat. `developer` reads as `system`; parts are joined by line breaks.
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+    What comes behind `name` are fields of OpenAI's own answers, which clients send back as they came.
+    """
+
+    role: Annotated[Literal["system", "developer", "user", "assistant"], NO_TOOL_ROLES]
+    content: Content
+    name: str | None = Field(None, max_length=64, description="For chat templates that read it.")
+    tool_calls: Annotated[EmptyList, NO_TOOLS] | None = None
+    tool_call_id: Annotated[None, NO_TOOLS] = None
+    function_call: Annotated[None, NO_TOOLS] = None
+    audio: Annotated[None, TEXT_ONLY] = None
+    annotations: Annotated[EmptyList, AS_CONTENT] | None = None
+    refusal: Annotated[Literal[""], AS_CONTENT] | None = None
 
     def as_prompt(self) -> dict[str, str]:
         """As chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
+        content = self.content
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class StreamOptions(Body):
     """With `include_usage` one more chunk comes at the end, with the counts."""
 
     include_usage: bool | None = None
+    include_obfuscation: Annotated[Off, Refused("chunks are not padded")] | None = None
 
 
 class TextFormat(Body):
     """Plain text is what there is."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], Refused("structured output is not supported")]
 
 
+Parts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+Content = Annotated[str | Parts, Expected('text, or a list of {"type": "text", "text": ...} parts')]
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 ListsOfIds = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Prompts = Annotated[
+    str | Texts | TokenIds | ListsOfIds,
+    Expected("text, token ids, or a list of one of them, and not empty"),
+]
+CachePrompt = Annotated[str | TokenIds, Expected("text or token ids, and not empty")]
+StopText = Annotated[str, Field(max_length=1000)]
 StopTexts = Annotated[list[StopText], Field(max_length=4, fail_fast=True)]
+Stops = Annotated[
+    StopText | StopTexts, Expected("text of at most 1000 characters, or a list of at most 4 such texts")
+]
 Salt = Annotated[str, Field(max_length=_MAX_SALT)]
+Label = Annotated[str, Field(max_length=256)]
+LabelKey = Annotated[str, Field(max_length=64)]
+LabelValue = Annotated[str, Field(max_length=512)]
+Labels = Annotated[
+    dict[LabelKey, LabelValue | None],
+    Field(max_length=16),
+    Expected("an object of at most 16 texts, with names of at most 64 and texts of at most 512 characters"),
+]
+Penalty = Annotated[float, Between(-2, 2)]
 AnyPrompt = str | list[int] | list[dict[str, str]]
 
 
-class Generation(Body):
+class Neutral(Body):
+    """OpenAI's fields that this server does not have, and labels that it has no use for.
+
+    Many clients send all their defaults. A value that asks for nothing is as good as none; what is said of
+    every other value stands beside it.
+    """
+
+    tools: Annotated[EmptyList, NO_TOOLS] | None = None
+    tool_choice: Annotated[Literal["none", "auto"], NO_TOOLS] | None = None
+    parallel_tool_calls: Annotated[bool, NO_TOOLS] | None = None
+    functions: Annotated[EmptyList, NO_TOOLS] | None = None
+    function_call: Annotated[Literal["none", "auto"], NO_TOOLS] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1), NO_SOUND] | None = None
+    audio: Annotated[None, NO_SOUND] = None
+    logit_bias: (
+        Annotated[EmptyObject, Refused("token biases are not supported; use stop, or the penalties")] | None
+    ) = None
+    best_of: (
+        Annotated[One, Refused("choosing among answers is not supported; ask for n, and choose")] | None
+    ) = None
+    echo: Annotated[Off, Refused("the prompt is not sent back")] | None = None
+    suffix: Annotated[Literal[""], Refused("text is continued at its end only")] | None = None
+    store: Annotated[Off, Refused("requests are not stored")] | None = None
+    service_tier: Annotated[Literal["auto", "default"], Refused("there is one tier only")] | None = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory"], CACHED_BY_ITSELF] | None = None
+    prompt_cache_options: Annotated[EmptyObject, CACHED_BY_ITSELF] | None = None
+    reasoning_effort: Annotated[None, IN_THE_PROMPT] = None
+    verbosity: Annotated[None, IN_THE_PROMPT] = None
+    prediction: Annotated[None, Refused("predicted output is not supported")] = None
+    web_search_options: Annotated[None, Refused("the server does not search")] = None
+    moderation: Annotated[None, Refused("the server does not moderate")] = None
+    metadata: Labels | None = Field(None, description="Labels of the client's own.")
+    prompt_cache_key: Label | None = Field(None, description="There is one cache: see cache_salt to part it.")
+
+
+class Generation(Neutral):
     """What chats and plain completions have in common."""
 
     prompt_field: ClassVar[str]
 
     model: str
-    temperature: float | None = Field(None, ge=0, le=2, description="0 takes the likeliest token. Default 1.")
-    top_p: float | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: StopText | StopTexts | None = None
-    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    temperature: Annotated[float, Between(0, 2)] | None = Field(
+        None, description="0 takes the likeliest token. Default 1."
+    )
+    top_p: Annotated[float, Between(0, 1)] | None = None
+    n: Annotated[int, Between(1, MAX_CHOICES)] | None = None
+    stop: Stops | None = None
+    seed: Annotated[int, Between(-_SEEDS, _SEEDS - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    max_tokens: int | None = Field(None, ge=1)
-    user: str | None = Field(None, max_length=256, description="A label in the server's log, and no more.")
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    max_tokens: Annotated[int, Between(1)] | None = None
+    user: Label | None = Field(None, description="A label in the server's log, and no more.")
+    safety_identifier: Label | None = Field(None, description="The newer name of user.")
     cache_salt: Salt | None = Field(None, description="Only requests with the same salt share cached text.")
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Generation:
-        if self.stream_options is not None and not self.stream:
+    def _check_common(self) -> Generation:
+        if self.includes_usage and not self.stream:
             raise _wrong("stream_options", "has a meaning only with stream")
+        if self.user is None:
+            self.user = self.safety_identifier
         return self
 
     @property
@@ -135,7 +214,8 @@ class Generation(Body):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in stops if stop]
 
     @property
     def includes_usage(self) -> bool:
@@ -161,9 +241,9 @@ class ChatRequest(Generation):
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Annotated[int, Between(1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int, Between(0, 20)] | None = None
     response_format: TextFormat | None = None
 
     @model_validator(mode="after")
@@ -171,7 +251,7 @@ class ChatRequest(Generation):
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise _wrong("max_tokens", "is the older name of max_completion_tokens; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise _wrong("top_logprobs", "has a meaning only with logprobs")
         return self
 
@@ -193,8 +273,8 @@ class CompletionRequest(Generation):
 
     prompt_field = "prompt"
 
-    prompt: str | Texts | TokenIds | ListsOfIds
-    logprobs: int | None = Field(None, ge=0, le=5)
+    prompt: Prompts
+    logprobs: Annotated[int, Between(0, 5)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -211,7 +291,7 @@ class CompletionRequest(Generation):
 class CacheRequest(Body):
     """A text for /v1/cache/...: plain, as token ids, or as messages."""
 
-    prompt: str | TokenIds | None = None
+    prompt: CachePrompt | None = None
     messages: Messages | None = None
     cache_salt: Salt | None = None
     key_salt: str | None = Field(None, description="With the admin key: the salt of the key it is done for.")
