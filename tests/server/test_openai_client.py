@@ -114,6 +114,48 @@ def test_the_next_turn_finds_the_answer(client: OpenAI, fresh: dict[str, str]) -
     assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= known - 2
 
 
+DEFAULTS: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "logit_bias": {},
+    "logprobs": False,
+    "metadata": {},
+    "modalities": ["text"],
+    "n": 1,
+    "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "stop": "",
+    "store": False,
+    "reasoning_effort": None,
+}
+
+
+def test_defaults_and_answers_go_back_as_they_are(client: OpenAI, server: Running) -> None:
+    """With every default sent along, whole, streamed and from the asynchronous client."""
+    messages = question("Name a sea animal.")
+    options: dict[str, Any] = {"model": "builtin", "temperature": 0, "max_tokens": 8}
+    first = client.chat.completions.create(messages=messages, **options, **DEFAULTS).choices[0].message
+    messages += [first.model_dump(), {"role": "user", "content": "Another one?", "name": "Ann"}]
+    whole = client.chat.completions.create(messages=messages, **options).choices[0].message.content
+    defaults = {**DEFAULTS, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+
+    async def ask() -> str:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as other:
+            stream = await other.chat.completions.create(
+                messages=messages, stream=True, **options, **defaults
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+    stream = client.chat.completions.create(messages=messages, stream=True, **options, **defaults)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == whole
+    assert asyncio.run(ask()) == whole
+    text = client.completions.create(
+        model="builtin", prompt="The capital of France is", best_of=1, echo=False, suffix="", max_tokens=1
+    )
+    assert text.choices[0].finish_reason == "length"
+
+
 def test_completions(client: OpenAI, real_engine: KVBoost) -> None:
     prompts: list[Any] = ["The capital of France is", real_engine.tokenize("Once upon a time")]
     for prompt in prompts:

@@ -58,7 +58,7 @@ def _as_bool(value: Any) -> bool:
 Off = Annotated[Literal[False], BeforeValidator(_as_bool)]
 One = Annotated[int, Field(ge=1, le=1)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
-EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+EmptyObject = dict[str, None]
 NO_TOOLS = Refused("tool calling is not supported")
 TEXT_ONLY = Refused("this model reads text only")
 NO_SOUND = Refused("answers are text only")
@@ -91,6 +91,7 @@ class ChatMessage(Body):
     audio: Annotated[None, TEXT_ONLY] = None
     annotations: Annotated[EmptyList, AS_CONTENT] | None = None
     refusal: Annotated[Literal[""], AS_CONTENT] | None = None
+    provider_specific_fields: Annotated[EmptyObject, AS_CONTENT] | None = None  # litellm's
 
     def as_prompt(self) -> dict[str, str]:
         """As chat templates take it."""
