@@ -24,6 +24,8 @@ from typing import Any
 from kvboost import serde
 from kvboost.cache_manager import KVCacheManager
 from kvboost.chunk_store import StoredChunk
+from kvboost.disk_folder import make_private_folder
+from kvboost.disk_room import Room
 from kvboost.disk_tier import GONE, DiskEntry, DiskTier
 from kvboost.errors import CacheFileError
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
@@ -66,14 +68,24 @@ class DiskCache:
         folder: Path,
         family: str,
         *,
-        max_chunks: int,
         slot_bytes: int,
+        max_bytes: int | None = None,
         label: str = "",
     ) -> None:
+        """`folder` is that of this model; `max_bytes` is for all beside it, None = 256 chunks for each."""
         self._manager = manager
         self._codec = codec
         self._family = family
-        self.tier = DiskTier(folder, max_chunks, slot_bytes, codec=codec, label=label)
+        room = Room(make_private_folder(folder.parent), max_bytes)
+        self.tier = DiskTier(
+            room.folder_of(folder.name),
+            DEFAULT_CHUNKS if max_bytes is None else max_bytes // slot_bytes,
+            slot_bytes,
+            codec=codec,
+            label=label,
+            grows=True,
+            room=room,
+        )
         self._pid = os.getpid()
         self._readers = _Readers()
         self._wake = threading.Event()
@@ -82,7 +94,8 @@ class DiskCache:
         self._was_too_slow = False  # then chunks were forgotten that are still there
         self._no_waiting_until = 0.0
         self._adopt()
-        manager.on_disk.save_from_now_on()
+        if not self.tier.is_read_only:
+            manager.on_disk.save_from_now_on()
         manager.load = lambda chunks: self.fetch(chunks).loaded
         self._saver = threading.Thread(target=self._save_forever, name="kvboost-saver", daemon=True)
         self._saver.start()
@@ -206,6 +219,10 @@ class DiskCache:
 
     def clear(self) -> None:
         """Forget all that is in the store and not pinned, and all that is on disk; pins are saved again."""
+        if self.tier.is_read_only and not self._closing.is_set():
+            raise CacheFileError(
+                f"{self.tier.folder} cannot be changed, nothing was cleared: give this process access to it"
+            )
         is_idle = self._closing.is_set() or self.flush()
         self._manager.clear()
         if self._closing.is_set():
@@ -220,7 +237,7 @@ class DiskCache:
     def give_up(self) -> None:
         """Take all from the disk, and save nothing any more: what is in the store cannot be trusted."""
         self._manager.on_disk.stop_saving()
-        if self._closing.is_set() or os.getpid() != self._pid:
+        if self._closing.is_set() or os.getpid() != self._pid or self.tier.is_read_only:
             return
         try:
             self.clear()

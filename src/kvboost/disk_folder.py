@@ -9,6 +9,8 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,17 @@ from typing import Any
 import xxhash
 
 from kvboost.errors import CacheFileError
+from kvboost.file_trust import ADVICE, check_file, check_folder, open_private, real_folder
 
 DESCRIPTION = "tier.json"
-ADVICE = "use another folder, or give this process access to it"
+INDEX = "index.sqlite"
+SQLITE_FILES = (f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal")  # SQLite's own, beside the index
+DAMAGED_INDEX = f"{INDEX}.damaged"
+SLOTS = "slots.bin"
+OPENING = "opening"
+OWNERS = "owners"
+_OPENED = (DESCRIPTION, INDEX, *SQLITE_FILES, SLOTS, OPENING)
+_LEFT_OVER = re.compile(re.escape(DESCRIPTION) + r"\.[0-9a-f]{32}")  # of a process that died
 _FORMAT = "kvboost-disk"
 _VERSION = 1
 
@@ -28,8 +38,8 @@ class FolderDescription:
 
     def __init__(self, folder: Path, slot_bytes: int, max_chunks: int, label: str) -> None:
         self._folder = folder
-        self._slot_bytes = slot_bytes
-        self._max_chunks = max_chunks
+        self.slot_bytes = slot_bytes
+        self.max_chunks = max_chunks
         self.label = label or str((read_description(folder) or {}).get("label", ""))
 
     def check(self) -> None:
@@ -39,10 +49,10 @@ class FolderDescription:
             raise CacheFileError(
                 f"{self._folder} has format version {found['version']}, this kvboost reads version {_VERSION}"
             )
-        if found is not None and found["slot_bytes"] != self._slot_bytes:
+        if found is not None and found["slot_bytes"] != self.slot_bytes:
             raise CacheFileError(
                 f"{self._folder} was made with slot_bytes={found['slot_bytes']}, this needs "
-                f"{self._slot_bytes}: use another folder, or clear this one"
+                f"{self.slot_bytes}: use another folder, or clear this one"
             )
 
     def write(self, owner: str) -> None:
@@ -50,22 +60,24 @@ class FolderDescription:
         fields = {
             "format": _FORMAT,
             "version": _VERSION,
-            "slot_bytes": self._slot_bytes,
-            "max_chunks": self._max_chunks,
+            "slot_bytes": self.slot_bytes,
+            "max_chunks": self.max_chunks,
             "label": self.label,
         }
         sealed = {**fields, "check": seal(fields)}
         if sealed != read_description(self._folder):
             temporary = self._folder / f"{DESCRIPTION}.{owner}"
-            temporary.write_text(json.dumps(sealed))
-            temporary.chmod(0o600)
+            fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with open(fd, "w") as file:
+                file.write(json.dumps(sealed))
             temporary.replace(self._folder / DESCRIPTION)
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
     """What the folder's description says; None where there is none, or it is damaged."""
     try:
-        found = json.loads((folder / DESCRIPTION).read_text())
+        with open(open_private(folder / DESCRIPTION, os.O_RDONLY)) as file:
+            found = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return None
     numbers = ("version", "slot_bytes", "max_chunks")
@@ -83,26 +95,80 @@ def seal(fields: dict[str, Any]) -> str:
     return str(xxhash.xxh3_64_hexdigest(json.dumps(others, sort_keys=True).encode()))
 
 
-def make_private_folder(folder: Path) -> None:
-    """Make a folder that only its owner can look into; a clear error where that cannot be."""
+def make_private_folder(folder: str | os.PathLike[str]) -> Path:
+    """The real path of a folder that nobody else can change, made if need be with mode 0700.
+
+    `CacheFileError` where there is none, or others own it or may write to it.
+    """
     try:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        real = real_folder(folder)
+        missing = [path for path in (real, *real.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
-        if not folder.is_dir():
-            raise CacheFileError(f"{folder} is a file; a disk cache needs a folder: use another name")
+        real = real_folder(folder)  # somebody else may have made it meanwhile
+        check_folder(real)
     except OSError as error:
         raise CacheFileError(f"{folder} cannot be made ({error.strerror}): {ADVICE}") from error
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise CacheFileError(f"{folder} cannot be written to: {ADVICE}")
+    return real
+
+
+def check_contents(folder: Path) -> None:
+    """Refuse a tier's folder where others can change it, or any file in it that is going to be opened."""
+    try:
+        check_folder(folder)
+        for name in _OPENED:
+            check_file(folder / name)
+        owners = folder / OWNERS
+        if os.path.lexists(owners):
+            check_folder(owners)
+            for name in os.listdir(owners):
+                check_file(owners / name)
+    except OSError as error:
+        raise CacheFileError(f"{folder} cannot be used ({error.strerror}): {ADVICE}") from error
+
+
+def can_be_written(folder: Path) -> bool:
+    """Whether this process may make files in the folder."""
+    effective = os.access in os.supports_effective_ids
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what nobody reads any more: an index that was set aside, and descriptions never put in place."""
+    for name in os.listdir(folder):
+        if name == DAMAGED_INDEX or _LEFT_OVER.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).unlink()
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Inside, no other process is; the system unlocks it where this one dies."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def alone(path: Path, *, wait_s: float | None = None) -> Iterator[None]:
+    """Inside, no other process is; the system unlocks it where this one dies.
+
+    With `wait_s`, `BlockingIOError` where another one is still inside after so long.
+    """
+    fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        if wait_s is None:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        else:
+            _lock_within(fd, wait_s)
         yield
     finally:
         os.close(fd)
+
+
+def _lock_within(fd: int, wait_s: float) -> None:
+    until = time.monotonic() + wait_s
+    while not _is_locked(fd):
+        if time.monotonic() >= until:
+            raise BlockingIOError("another process holds the lock")
+        time.sleep(0.01)
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,27 +1,27 @@
 """Which chunk lies in which slot: a SQLite database that several processes share.
 
 A slot is claimed before it is written and published afterwards; a claim of a process that died is taken
-back by whoever needs a slot next. Knows keys, slots and bytes, no tensors.
+back by whoever needs a slot next. Without an owner it is opened to be read, and nothing is changed.
+Knows keys, slots and bytes, no tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
-import re
 import sqlite3
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
+from kvboost.disk_owner import Owner
+from kvboost.file_trust import open_private
 from kvboost.locks import fork_safe_rlock
 
 VERSION = 1
 _COLUMNS = "key, slot, CAST(header AS BLOB), rowid"
-_OWNER_NAME = re.compile("[0-9a-f]{32}")
 _MOST = 1 << 62
 _BUSY_SECONDS = 10.0
 _SCHEMA = (
@@ -44,51 +44,6 @@ class IndexRow(NamedTuple):
     parent: str = ""  # the key of the chunk before it; only written, the header says it too
 
 
-class Owner:
-    """This process, as others can see it: a locked file that the system unlocks when the process ends.
-
-    It must be made while no other process makes one or looks for dead ones.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.name = uuid.uuid4().hex
-        self._pid = os.getpid()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for other in os.listdir(folder):
-            self.is_alive(other)
-        self._fd = os.open(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def is_alive(self, name: str) -> bool:
-        """Whether the process behind `name` still runs; removes what it left where it does not."""
-        if name == self.name:
-            return True
-        if not isinstance(name, str) or _OWNER_NAME.fullmatch(name) is None:
-            return False
-        try:
-            fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        with contextlib.suppress(OSError):
-            (self._folder / name).unlink()
-        return False
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            if os.getpid() == self._pid:  # a forked child does not speak for its parent
-                with contextlib.suppress(OSError):
-                    (self._folder / self.name).unlink()
-            os.close(fd)
-
-
 def _run(connection: sqlite3.Connection, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
     try:
         return connection.execute(statement, values)
@@ -99,34 +54,65 @@ def _run(connection: sqlite3.Connection, statement: str, values: Sequence[object
 class DiskIndex:
     """The open database. All methods may raise `sqlite3.Error`, and may be called from any thread."""
 
-    def __init__(self, path: Path, owner: Owner) -> None:
+    def __init__(self, path: Path, owner: Owner | None) -> None:
         self.path = path
-        self._owner = owner
+        self._owner = owner  # None: nothing is written
         self._lock = fork_safe_rlock()
-        if not path.exists():  # SQLite gives its other files the mode of this one
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._is_frozen = False  # read as it lies, without SQLite's log
+        if owner is not None and not path.exists():  # SQLite gives its other files the mode of this one
+            os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         self._connection = self._connect()
         try:
-            with self.transaction():
-                for statement in _SCHEMA:
-                    self._execute(statement)
-            self._inode = path.stat().st_ino
+            if owner is not None:
+                with self.transaction():
+                    for statement in _SCHEMA:
+                        self._execute(statement)
+            self._identity = self._identity_now()
             self._seen_version = -1
         except BaseException:
             self._connection.close()
             raise
 
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-        )
-        connection.text_factory = lambda raw: raw.decode(errors="replace")
+        if self._owner is None:
+            return self._connect_to_read()
+        connection = self._connection_to(str(self.path))
         try:
             _run(connection, "PRAGMA journal_mode=WAL")
             _run(connection, "PRAGMA synchronous=NORMAL")
         except BaseException:
             connection.close()
             raise
+        return connection
+
+    def _connect_to_read(self) -> sqlite3.Connection:
+        """With its log where SQLite can use that, otherwise the file as it lies: rows are checked anyway."""
+        name = f"file:{quote(os.fsencode(self.path))}?mode=ro"
+        for is_frozen in (False, True):
+            connection = self._connection_to(f"{name}&immutable=1" if is_frozen else name)
+            try:
+                _run(connection, "SELECT COUNT(*) FROM meta")
+            except sqlite3.OperationalError:
+                connection.close()
+                if is_frozen:
+                    raise
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                break
+        self._is_frozen = is_frozen
+        return connection
+
+    def _connection_to(self, name: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            name,
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=self._owner is None,
+        )
+        connection.text_factory = lambda raw: raw.decode(errors="replace")
         return connection
 
     def _execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:
@@ -153,6 +139,10 @@ class DiskIndex:
             self._connection.close()
             self._connection = self._connect()
 
+    @property
+    def is_read_only(self) -> bool:
+        return self._owner is None
+
     # --- what is there -----------------------------------------------------------------------
 
     def meta(self) -> dict[str, int]:
@@ -164,6 +154,10 @@ class DiskIndex:
     def set_meta(self, **values: int) -> None:
         for name, value in values.items():
             self._execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
+
+    def num_slots(self) -> int:
+        """How many slots there are."""
+        return self.meta().get("num_slots", 0)
 
     def rows(self) -> list[IndexRow]:
         """All entries, those used last at the end."""
@@ -184,11 +178,15 @@ class DiskIndex:
             return changed
 
     def was_replaced(self) -> bool:
-        """Whether another database has taken this one's place."""
+        """Whether another database has taken this one's place, or SQLite cannot see what changed in it."""
         try:
-            return self.path.stat().st_ino != self._inode
+            return self._identity_now() != self._identity
         except OSError:
             return True
+
+    def _identity_now(self) -> tuple[int, ...]:
+        found = os.lstat(self.path)
+        return (found.st_ino, found.st_mtime_ns, found.st_size) if self._is_frozen else (found.st_ino,)
 
     def counts(self) -> tuple[int, int]:
         """Entries, and slots that are being written."""
@@ -217,9 +215,10 @@ class DiskIndex:
         What was used longest ago goes first, but nothing that another entry follows; of what was written
         together, the last.
         """
+        owner = self._writer()
         with self.transaction():
-            slots = self.meta().get("num_slots", 0)
-            self._drop_dead_claims()
+            slots = self.num_slots()
+            self._drop_dead_claims(owner)
             used = {row[0] for row in self._execute("SELECT slot FROM entries UNION SELECT slot FROM claims")}
             known = {key for key in keys if self.row(key) is not None}
             wanted = [key for key in dict.fromkeys(keys) if key not in known]
@@ -234,7 +233,7 @@ class DiskIndex:
                     free.append(slot)
             claimed = dict(zip(wanted, free, strict=False))
             for slot in claimed.values():
-                self._execute("INSERT INTO claims VALUES (?, ?)", (slot, self._owner.name))
+                self._execute("INSERT INTO claims VALUES (?, ?)", (slot, owner.name))
             return claimed, evicted
 
     def _victim(self, spared: set[str]) -> tuple[str, int, int] | None:
@@ -262,12 +261,15 @@ class DiskIndex:
 
     def give_up(self, slots: Iterable[int]) -> None:
         """Take claims back whose slots were not written."""
+        owner = self._writer()
         with self.transaction():
             for slot in slots:
-                self._execute("DELETE FROM claims WHERE slot = ? AND owner = ?", (slot, self._owner.name))
+                self._execute("DELETE FROM claims WHERE slot = ? AND owner = ?", (slot, owner.name))
 
     def touch(self, keys: Iterable[str]) -> None:
         """Count entries as used now."""
+        if self.is_read_only:
+            return
         with self.transaction():
             clock = self._tick()
             for key in keys:
@@ -275,12 +277,16 @@ class DiskIndex:
 
     def remove(self, keys: Iterable[str]) -> None:
         """Drop entries."""
+        if self.is_read_only:
+            return
         with self.transaction():
             for key in keys:
                 self._execute("DELETE FROM entries WHERE key = ?", (key,))
 
     def remove_rows(self, rows: Iterable[IndexRow]) -> None:
         """Drop rows as they were read, unless they have changed since."""
+        if self.is_read_only:
+            return
         with self.transaction():
             for row in rows:
                 self._execute(
@@ -288,22 +294,26 @@ class DiskIndex:
                     (row.number, row.slot, row.header),
                 )
 
-    def resize(self, num_slots: int, version: int) -> None:
-        """Use so many slots from now on; entries beyond them are dropped."""
-        with self.transaction():
-            self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (num_slots,))
-            self.set_meta(num_slots=num_slots, version=version)
+    def set_slots(self, num_slots: int) -> None:
+        """Use so many slots from now on; entries beyond them are dropped. Only inside a transaction."""
+        self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (num_slots,))
+        self.set_meta(num_slots=num_slots, version=VERSION)
 
     def _tick(self) -> int:
         clock = self.meta().get("clock", 0) + 1
         self.set_meta(clock=clock)
         return clock
 
-    def _drop_dead_claims(self) -> None:
-        alive: dict[str, bool] = {self._owner.name: False}  # its own are left from a write that failed
+    def _writer(self) -> Owner:
+        if self._owner is None:
+            raise sqlite3.OperationalError("attempt to write a readonly database")
+        return self._owner
+
+    def _drop_dead_claims(self, me: Owner) -> None:
+        alive: dict[str, bool] = {me.name: False}  # its own are left from a write that failed
         for slot, owner in self._execute("SELECT slot, owner FROM claims").fetchall():
             if owner not in alive:
-                alive[owner] = self._owner.is_alive(owner)
+                alive[owner] = me.is_alive(owner)
             if not alive[owner]:
                 self._execute("DELETE FROM claims WHERE slot IS ?", (slot,))
 

@@ -9,71 +9,53 @@ index that is damaged is set aside and made anew from the slots. Knows chunks an
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
-import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvboost import serde
+from kvboost.disk_check import CheckReport, Progress, check_records
 from kvboost.disk_folder import (
-    ADVICE,
     DESCRIPTION,
+    INDEX,
+    SLOTS,
     FolderDescription,
-    alone,
+    check_contents,
     make_private_folder,
     read_description,
+    remove_leftovers,
 )
-from kvboost.disk_index import VERSION, DiskIndex, IndexRow, Owner
+from kvboost.disk_growth import NO_ROOM, Growth
+from kvboost.disk_index import IndexRow
+from kvboost.disk_opening import OpenFolder, open_folder
+from kvboost.disk_records import DiskEntry, entry_of, payload_of, row_of
+from kvboost.disk_room import Room, note_use
 from kvboost.errors import CacheFileError
+from kvboost.file_trust import real_folder
 from kvboost.kv_codec import KeptChunk, KVCodec
 from kvboost.locks import fork_safe_rlock
 from kvboost.models import CachedChunk
-from kvboost.serde import Record, RecordHeader
-from kvboost.slot_file import MOST_SLOTS, SlotFile
+from kvboost.serde import Record
 
-INDEX = "index.sqlite"
-SLOTS = "slots.bin"
+__all__ = ["CORRUPT", "GONE", "INDEX", "SLOTS", "CheckReport", "DiskEntry", "DiskTier"]
+_log = logging.getLogger(__name__)
+READ_ONLY = "read-only folder"
 CORRUPT = "corrupt"
 GONE = "evicted"
-_FAILURES = (OSError, sqlite3.Error, UnicodeError)
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class DiskEntry:
-    """A chunk on disk: its slot, and all that its header says."""
-
-    slot: int
-    header: RecordHeader
-
-
-@dataclass
-class CheckReport:
-    """What a look at every slot found."""
-
-    slots: int = 0
-    good: int = 0
-    corrupt: list[str] = field(default_factory=list)  # keys
-    writing: int = 0
-    problems: list[str] = field(default_factory=list)  # of the index
-
-    @property
-    def free(self) -> int:
-        return self.slots - self.good - len(self.corrupt) - self.writing
-
-    @property
-    def is_good(self) -> bool:
-        return not (self.corrupt or self.problems)
+_FAILURES = (OSError, sqlite3.Error, UnicodeError, CacheFileError)
 
 
 class DiskTier:
-    """A folder of at most `max_chunks` chunks, in slots of `slot_bytes` that are there from the start."""
+    """A folder of at most `max_chunks` chunks, in slots of `slot_bytes` that are there from the start.
+
+    Others must neither own it nor be able to write to it. Where this process may not write to it either,
+    what it holds is read and nothing is changed.
+    """
 
     def __init__(
         self,
@@ -83,10 +65,13 @@ class DiskTier:
         *,
         codec: KVCodec | None = None,
         label: str = "",
+        grows: bool = False,
+        room: Room | None = None,
     ) -> None:
         """Open or make the folder. With a `codec`, chunks of any other form are not read.
 
-        `label` says to people whose chunks these are.
+        `label` says to people whose chunks these are. With `grows`, slots are set aside in steps as they
+        are needed, not all at the start, and with a `room` only what other models leave.
         """
         for name, value, least in (
             ("max_chunks", max_chunks, 0),
@@ -94,7 +79,7 @@ class DiskTier:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise CacheFileError(f"{name} must be at least {least}, got {value!r}")
-        self.folder = Path(cache_dir)
+        self.folder = make_private_folder(cache_dir)
         self.max_chunks = max_chunks
         self.slot_bytes = slot_bytes
         self.misses: Counter[str] = Counter()
@@ -104,101 +89,42 @@ class DiskTier:
         self._lock = fork_safe_rlock()  # for the entries; never held while the disk is waited for
         self._writing = fork_safe_rlock()
         self._entries: dict[str, DiskEntry] = {}
-        self._open_files: contextlib.ExitStack = contextlib.ExitStack()
         self._is_closed = False
-        make_private_folder(self.folder)
+        self._room = room
+        self._growth = Growth(self.folder, max_chunks, room) if grows else None
         self._description = FolderDescription(self.folder, slot_bytes, max_chunks, label)
-        self._open()
+        self._files = self._open()
+        if self.is_read_only:
+            _log.info("%s cannot be written to: what it holds is read, and nothing is saved", self.folder)
+        self._note_use()
         self._load()
 
     @classmethod
     def existing(cls, folder: str | os.PathLike[str]) -> DiskTier:
         """The tier that was made in `folder`, with the sizes that it was made with."""
-        found = read_description(Path(folder))
+        real = real_folder(folder)
+        check_contents(real)
+        found = read_description(real)
         if found is None:
             raise CacheFileError(f"{folder} holds no disk cache: there is no readable {DESCRIPTION} in it")
-        return cls(folder, found["max_chunks"], found["slot_bytes"])
+        return cls(real, found["max_chunks"], found["slot_bytes"], grows=True)
 
     @property
     def label(self) -> str:
         """Whose chunks these are, in words."""
         return self._description.label
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether this process may not write to the folder: then it serves reads, and nothing is changed."""
+        return self._files.is_read_only
+
     # --- opening -----------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        """Open the index and the slots, making what is missing; nothing is touched if they do not fit."""
-        try:
-            with contextlib.ExitStack() as opened, alone(self.folder / "opening"):
-                self._owner = Owner(self.folder / "owners")
-                opened.callback(self._owner.close)
-                self._description.check()
-                index, is_new = self._open_index()
-                opened.callback(index.close)
-                self._slots = SlotFile(self.folder / SLOTS, self.slot_bytes, self.max_chunks)
-                opened.callback(self._slots.close)
-                self._description.write(self._owner.name)
-                if is_new:
-                    self._rebuild(index)
-                self._index = index
-                self._open_files = opened.pop_all()
-        except (OSError, sqlite3.Error) as error:
-            raise CacheFileError(f"{self.folder} cannot be used ({error}): {ADVICE}") from error
-
-    def _open_index(self) -> tuple[DiskIndex, bool]:
-        """The index, and whether it is a new one, to be filled from the slots: if it was damaged or gone."""
-        path = self.folder / INDEX
-        is_new = not path.exists()
-        try:
-            return self._checked_index(path), is_new
-        except (sqlite3.DatabaseError, UnicodeError) as error:
-            if "locked" in str(error):
-                raise CacheFileError(
-                    f"{path} is locked by another program ({error}): end it, or use another folder"
-                ) from error
-            warnings.warn(f"{path} is damaged ({error}); it is made anew from the slots", stacklevel=5)
-            self._set_aside(path)
-            return self._checked_index(path), True
-
-    def _checked_index(self, path: Path) -> DiskIndex:
-        """The index, if it is whole and can be written to; otherwise `sqlite3.DatabaseError`."""
-        index = DiskIndex(path, self._owner)
-        try:
-            if problems := index.problems():
-                raise sqlite3.DatabaseError(problems[0])
-            index.resize(self.max_chunks, VERSION)
-        except BaseException:
-            index.close()
-            raise
-        return index
-
-    def _set_aside(self, path: Path) -> None:
-        for suffix in ("-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                path.with_name(path.name + suffix).unlink()
-        path.replace(path.with_name(path.name + ".damaged"))
-
-    def _rebuild(self, index: DiskIndex) -> None:
-        """Enter every slot that holds a whole record."""
-        rows: dict[str, IndexRow] = {}
-        for slot in range(self.max_chunks):
-            with contextlib.suppress(OSError, EOFError):
-                header = self._header_in(slot)
-                if header is not None and self._payload(DiskEntry(slot, header)) is not None:
-                    rows[header.key] = _row(slot, header)
-        index.publish(rows.values())
-
-    def _header_in(self, slot: int) -> RecordHeader | None:
-        start = bytearray(min(serde.ALIGNMENT, self.slot_bytes))
-        self._slots.read_into(slot, [memoryview(start)])
-        size = serde.header_size(bytes(start))
-        if size > len(start):
-            if size > self.slot_bytes:
-                return None
-            start = bytearray(size)
-            self._slots.read_into(slot, [memoryview(start)])
-        header = serde.read_header(bytes(start))
-        return header if header is not None and header.record_bytes <= self.slot_bytes else None
+    def _open(self) -> OpenFolder:
+        files = open_folder(self.folder, self._description, grows=self._growth is not None)
+        self._index, self._slots = files.index, files.slots
+        return files
 
     def _load(self) -> None:
         """Take over what the index says; rows that are damaged are dropped."""
@@ -223,17 +149,11 @@ class DiskTier:
                 self._index.remove_rows(damaged)
 
     def _entry_of(self, row: IndexRow) -> DiskEntry | None:
-        """What a row of the index says, checked; None where it is damaged."""
+        """What a row of the index says, checked unless it is known; None where it is damaged."""
         known = self._entries.get(row.key)
         if known is not None and (known.slot, known.header.raw) == (row.slot, row.header):
             return known
-        if not isinstance(row.header, bytes) or not isinstance(row.slot, int):
-            return None
-        header = serde.read_header(row.header)
-        if header is None or len(header.raw) != len(row.header) or header.key != row.key:
-            return None
-        fits = 0 <= row.slot < MOST_SLOTS and header.record_bytes <= self.slot_bytes
-        return DiskEntry(row.slot, header) if fits else None
+        return entry_of(row, self.slot_bytes)
 
     def refresh(self) -> bool:
         """Notice what other processes have written; True where something changed."""
@@ -242,11 +162,11 @@ class DiskTier:
                 return False
             try:
                 if self._index.was_replaced() or self._slots.was_replaced():
-                    self._open_files.close()
-                    self._open()
+                    self._files.close()
+                    self._files = self._open()
                 elif not self._index.has_changed():
                     return False
-            except (*_FAILURES, CacheFileError) as error:
+            except _FAILURES as error:
                 self.misses[f"index: {error}"] += 1
                 return False
             self._load()
@@ -275,6 +195,10 @@ class DiskTier:
             if self._is_closed:
                 self.refused["closed"] += len(records)
                 return [False] * len(records)
+            if self.is_read_only:
+                found = [record.header.key in self._entries for record in records]
+                self.refused[READ_ONLY] += found.count(False)
+                return found
             try:
                 self._write(wanted)
             except _FAILURES as error:
@@ -284,36 +208,16 @@ class DiskTier:
     def _write(self, wanted: dict[str, Record]) -> None:
         if self._index.was_replaced() or self._slots.was_replaced():
             self.refresh()
+        if self._growth is not None:
+            new = sum(key not in self._entries for key in wanted)
+            self._growth.make_room(self._index, self._slots, new, self.refused)
         parents = [str(record.header.meta["parent"]) for record in wanted.values()]
         claimed, evicted = self._index.claim(list(wanted), parents)
         with self._lock:
             self.evicted += evicted
             for key in evicted:
                 self._entries.pop(key, None)
-        written: list[IndexRow] = []
-        failed: list[int] = []
-        try:
-            for key, slot in claimed.items():
-                record = wanted[key]
-                try:
-                    self._slots.write(slot, record.header.payload_start, record.payload)
-                    self._slots.write(slot, 0, [record.header.raw])
-                    written.append(_row(slot, record.header))
-                except (OSError, EOFError) as error:
-                    failed.append(slot)
-                    self.refused[f"{type(error).__name__}: {error}"] += 1
-            self._slots.sync()
-        except BaseException:
-            failed = list(claimed.values())
-            written = []
-            raise
-        finally:
-            try:
-                if written:
-                    self._index.publish(written)
-            finally:
-                if failed:
-                    self._index.give_up(failed)
+        written = self._fill({slot: wanted[key] for key, slot in claimed.items()})
         with self._lock:
             for row in written:
                 self._entries[row.key] = DiskEntry(row.slot, wanted[row.key].header)
@@ -323,7 +227,41 @@ class DiskTier:
             if entry is not None:
                 self._entries[key] = entry
             else:
-                self.refused["no room"] += 1
+                self.refused[NO_ROOM if self._growth is None else self._growth.why_no_room] += 1
+        self._note_use()
+
+    def _fill(self, claimed: dict[int, Record]) -> list[IndexRow]:
+        """Write records to the slots claimed for them, sync and enter them; returns what was entered."""
+        written: list[IndexRow] = []
+        failed: list[int] = []
+        try:
+            for slot, record in claimed.items():
+                header = record.header
+                try:
+                    self._slots.write(slot, header.payload_start, record.payload)
+                    self._slots.write(slot, 0, [header.raw])
+                    written.append(row_of(slot, header))
+                except (OSError, EOFError) as error:
+                    failed.append(slot)
+                    self.refused[f"{type(error).__name__}: {error}"] += 1
+            self._slots.sync()
+        except BaseException:
+            failed = list(claimed)
+            written = []
+            raise
+        finally:
+            try:
+                if written:
+                    self._index.publish(written)
+            finally:
+                if failed:
+                    self._index.give_up(failed)
+        return written
+
+    def _note_use(self) -> None:
+        """Let other models of the same room see that this one is used."""
+        if self._room is not None and not self.is_read_only:
+            note_use(self.folder)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -365,7 +303,7 @@ class DiskTier:
                 found = "other encoding"
                 break
             try:
-                tensors = self._payload(found)
+                tensors = payload_of(self._slots, found)
             except OSError as error:
                 found = f"{type(error).__name__}: {error}"
                 break
@@ -379,19 +317,6 @@ class DiskTier:
     def is_readable(self, entry: DiskEntry) -> bool:
         """Whether a chunk has the form that this tier reads."""
         return self._codec is None or _same_form(entry.header.codec, self._codec)
-
-    def _payload(self, entry: DiskEntry) -> tuple[torch.Tensor, ...] | None:
-        """The tensors of an entry; None where its slot holds something else by now."""
-        header = entry.header
-        tensors = header.tensors()
-        payload = [serde.buffer_of(tensor) for tensor in tensors]
-        found = bytearray(header.payload_start)
-        try:
-            self._slots.read_into(entry.slot, [memoryview(found), *payload])
-        except EOFError:
-            return None
-        is_whole = bytes(found[: len(header.raw)]) == header.raw and header.matches(payload)
-        return tensors if is_whole else None
 
     def _moved(self, entry: DiskEntry) -> DiskEntry | str:
         """Where a chunk is now whose slot holds something else; a reason where it is gone or damaged."""
@@ -423,9 +348,12 @@ class DiskTier:
         """Count chunks as used just now."""
         with contextlib.suppress(*_FAILURES):
             self._index.touch(keys)
+            self._note_use()
 
     def remove(self, keys: Sequence[str]) -> None:
         """Forget chunks."""
+        if self.is_read_only:
+            return
         with self._lock:
             for key in keys:
                 self._entries.pop(key, None)
@@ -436,23 +364,10 @@ class DiskTier:
 
     def check(self, *, repair: bool = False, progress: Progress = lambda _done, _total: None) -> CheckReport:
         """Read every chunk and check it over; with `repair`, drop those that are damaged."""
-        report = CheckReport(slots=self.max_chunks)
-        try:
-            report.problems = self._index.problems()
-            rows = self._index.rows()
-            report.writing = self._index.counts()[1]
-        except sqlite3.Error as error:
-            report.problems.append(str(error))
-            return report
-        damaged = []
-        for number, row in enumerate(rows):
-            progress(number, len(rows))
-            if self._is_good(row):
-                report.good += 1
-            elif self._is_still(row):
-                report.corrupt.append(row.key)
-                damaged.append(row)
-        progress(len(rows), len(rows))
+        if repair:
+            self._check_writable()
+        report, damaged = check_records(self._index, self._slots, progress)
+        report.slots = max(self.max_chunks, report.slots)
         if repair and damaged:
             with self._lock:
                 for row in damaged:
@@ -463,31 +378,27 @@ class DiskTier:
                 report.problems.append(str(error))
         return report
 
-    def _is_still(self, row: IndexRow) -> bool:
-        """Whether a row is there as it was read: another process may have replaced it."""
-        try:
-            return any(row == now for now in self._index.rows())
-        except sqlite3.Error:
-            return True
-
-    def _is_good(self, row: IndexRow) -> bool:
-        entry = self._entry_of(row)
-        try:
-            return entry is not None and self._payload(entry) is not None
-        except OSError:
-            return False
-
     def clear(self) -> None:
-        """Forget everything, and give its bytes back to the disk before taking them again."""
+        """Forget everything, and give its bytes back to the disk; unless it grows, they are taken again."""
+        self._check_writable()
         with self._writing:
             with self._lock:
                 self._entries.clear()
             try:
-                self._index.resize(0, VERSION)
-                self._slots.reset(self.max_chunks)
-                self._index.resize(self.max_chunks, VERSION)
+                with self._index.transaction():
+                    self._index.set_slots(0)
+                    self._slots.allocate(0)
+                remove_leftovers(self.folder)
+                if self._growth is None:
+                    with self._index.transaction():
+                        self._slots.allocate(self.max_chunks)
+                        self._index.set_slots(self.max_chunks)
             except _FAILURES as error:
                 raise CacheFileError(f"{self.folder} could not be cleared: {error}") from error
+
+    def _check_writable(self) -> None:
+        if self.is_read_only:
+            raise CacheFileError(f"{self.folder} cannot be changed: give this process access to it")
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters at this moment."""
@@ -498,7 +409,8 @@ class DiskTier:
                 "chunks": used,
                 "max_chunks": self.max_chunks,
                 "bytes": sum(entry.header.record_bytes for entry in self._entries.values()),
-                "allocated_bytes": self.max_chunks * self.slot_bytes,
+                "allocated_bytes": self._slots.size_bytes,
+                "read_only": self.is_read_only,
                 "misses": {name: count for name, count in self.misses.items() if count},
                 "refused": {name: count for name, count in self.refused.items() if count},
             }
@@ -517,17 +429,13 @@ class DiskTier:
             self._is_closed = True
             with self._lock:
                 self._entries = {}
-            self._open_files.close()
+            self._files.close()
 
     def __enter__(self) -> DiskTier:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-
-def _row(slot: int, header: RecordHeader) -> IndexRow:
-    return IndexRow(header.key, slot, header.raw, parent=str(header.meta["parent"]))
 
 
 def _same_form(one: KVCodec, other: KVCodec) -> bool:

@@ -248,18 +248,23 @@ class InferenceEngine:
         """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
         if self.settings.disk_cache_dir is None:
             return None
-        from kvboost.disk_cache import DEFAULT_CHUNKS, DiskCache, slot_bytes_for  # needs POSIX
+        from kvboost.disk_cache import DiskCache, slot_bytes_for  # needs POSIX
 
         longest = self.chunk_size + 2 * self.settings.chunk_boundary_window
         slot_bytes = slot_bytes_for(self.codec, longest)
         budget = self.settings.disk_cache_bytes
+        if budget is not None and budget < slot_bytes:
+            raise InvalidRequestError(
+                f"disk_cache_bytes must be at least {slot_bytes}, the bytes of one chunk of this model "
+                f"({longest} tokens), got {budget}"
+            )
         disk = DiskCache(
             self.cache_manager,
             self.codec,
             Path(self.settings.disk_cache_dir) / f"{family[:24]}-{self.chunk_size}-{slot_bytes}",
             family,
-            max_chunks=DEFAULT_CHUNKS if budget is None else budget // slot_bytes,
             slot_bytes=slot_bytes,
+            max_bytes=budget,
             label=self._model_name(),
         )
         weakref.finalize(

@@ -1,4 +1,4 @@
-"""A file of fixed-size slots, allocated in full before it is used. Knows bytes, no chunks and no index.
+"""A file of fixed-size slots, allocated before they are used. Knows bytes, no chunks and no index.
 
 Reads and writes go through `preadv` and `pwritev`, not through a memory map: a bad sector or a truncated file
 under a map kills the process, and a stuck page fault has no deadline.
@@ -6,65 +6,70 @@ under a map kills the process, and a stuck page fault has no deadline.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvboost.errors import CacheFileError
+from kvboost.file_trust import open_private
 
 MOST_SLOTS = 1 << 31
 
 
 class SlotFile:
-    """Slots of `slot_bytes` bytes each, of which `num_slots` are set aside at once."""
+    """Slots of `slot_bytes` bytes each; those that were allocated have their blocks on disk."""
 
-    def __init__(self, path: Path, slot_bytes: int, num_slots: int) -> None:
+    def __init__(self, path: Path, slot_bytes: int, *, read_only: bool = False) -> None:
         self.path = path
         self.slot_bytes = slot_bytes
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
         try:
-            self._fd = os.open(path, flags, 0o600)
+            self._fd = open_private(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise CacheFileError(
                 f"{path} cannot be opened ({error.strerror}): use another folder, or give this process access"
             ) from error
-        try:
-            self._allocate(num_slots)
-        except CacheFileError:
-            self.close()
-            raise
 
-    def _allocate(self, num_slots: int) -> None:
-        """Make the file exactly so long, with its blocks set aside where the system can do that."""
+    @property
+    def size_bytes(self) -> int:
+        """What is set aside on disk; 0 when it is closed."""
+        return os.fstat(self._fd).st_size if self._fd >= 0 else 0
+
+    def allocate(self, num_slots: int) -> None:
+        """Make the file exactly so long, with all its blocks set aside where the system can do that."""
+        self._make_as_long(num_slots, 0)
+
+    def extend(self, num_slots: int) -> None:
+        """The same, but what is there is left as it is: others may be writing to it."""
+        self._make_as_long(num_slots, self.size_bytes)
+
+    def _make_as_long(self, num_slots: int, start: int) -> None:
         size = self.slot_bytes * num_slots
+        before = self.size_bytes
         try:
-            if os.fstat(self._fd).st_size > size:
+            if before > size:
                 os.ftruncate(self._fd, size)
-            if size and hasattr(os, "posix_fallocate"):
+            if size > start and hasattr(os, "posix_fallocate"):
                 try:
-                    os.posix_fallocate(self._fd, 0, size)
+                    os.posix_fallocate(self._fd, start, size - start)
                 except OSError as error:
                     if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                         raise
-            if os.fstat(self._fd).st_size < size:
+            if self.size_bytes < size:
                 os.ftruncate(self._fd, size)
         except OSError as error:
-            needed = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+            with contextlib.suppress(OSError):  # what was got of it is no use
+                os.ftruncate(self._fd, min(before, size))
             raise CacheFileError(
-                f"{self.path} needs {needed} on disk and did not get them ({error.strerror}): free some, or "
-                "lower the budget"
+                f"{self.path} needs {_in_words(size)} on disk and did not get them ({error.strerror}): free "
+                "some, or lower the budget"
             ) from error
-
-    def reset(self, num_slots: int) -> None:
-        """Give all bytes back to the disk, and take `num_slots` slots anew."""
-        self._allocate(0)
-        self._allocate(num_slots)
 
     def was_replaced(self) -> bool:
         """Whether another file has taken this one's place."""
         try:
-            found, mine = self.path.stat(), os.fstat(self._fd)
+            found, mine = os.lstat(self.path), os.fstat(self._fd)
         except OSError:
             return True
         return (found.st_ino, found.st_dev) != (mine.st_ino, mine.st_dev)
@@ -92,6 +97,10 @@ class SlotFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _move_all(call: object, fd: int, parts: Sequence[bytes | memoryview], at: int) -> None:

@@ -176,7 +176,8 @@ def test_stats_in_numbers(disk: Path, tier_folder: Path, tiny_folder: str) -> No
     assert one["model"] == tiny_folder
     assert (one["chunks"], one["max_chunks"], one["tokens"]) == (3, 256, len(TEXT) + 3)
     assert one["kv_cache_bits"] == 16
-    assert one["allocated_bytes"] == 256 * SLOT_BYTES == (tier_folder / SLOTS).stat().st_size
+    assert one["allocated_bytes"] == 8 * SLOT_BYTES == (tier_folder / SLOTS).stat().st_size
+    assert one["read_only"] is False
     assert 0 < one["bytes"] <= 3 * SLOT_BYTES
     assert stats(tier_folder) == [one]  # the folder below is understood too
 

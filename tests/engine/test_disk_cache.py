@@ -594,20 +594,16 @@ def test_random_traffic_stays_in_both_budgets(
 
 
 @pytest.mark.parametrize("disk_bytes", [0, 1, SLOT_BYTES - 1])
-def test_a_budget_smaller_than_a_slot_keeps_nothing_on_disk(disk_bytes: int, disk_engine: MakeEngine) -> None:
-    text = random_ids(64, seed=1)
-    with disk_engine(disk_cache_bytes=disk_bytes, max_chunks=6) as one:
-        one.warm(text)
-        assert answers_as_baseline(one, [*text, 7]).cached_tokens == 64
+def test_a_budget_smaller_than_a_slot_is_refused_with_the_least(
+    disk_bytes: int, disk_engine: MakeEngine, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"at least {SLOT_BYTES}.*got {disk_bytes}"):
+        disk_engine(disk_cache_bytes=disk_bytes)
+    assert not (tmp_path / "disk").exists()
+    with disk_engine(disk_cache_bytes=SLOT_BYTES) as one:
+        one.warm(random_ids(16, seed=1))
         flush(one)
-        assert slots_of(one).stat().st_size == 0
-        for seed in range(5):
-            one.warm(random_ids(64, seed=20 + seed))
-            one.cache_manager.check_integrity()
-        assert one.cache_stats()["disk"]["chunks"] == 0
-        assert one.cache_stats()["disk"]["refused"]
-    two = disk_engine(disk_cache_bytes=disk_bytes)
-    assert answers_as_baseline(two, [*text, 7]).cached_tokens == 0
+        assert one.cache_stats()["disk"]["chunks"] == 1
 
 
 def test_a_smaller_budget_next_time_shrinks_the_file(disk_engine: MakeEngine) -> None:

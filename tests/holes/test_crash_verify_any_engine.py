@@ -76,7 +76,7 @@ def test_any_mode(make_engine: MakeEngine, mode: str) -> None:
 
 
 def test_a_cache_on_disk(make_engine: MakeEngine, tmp_path: Path) -> None:
-    for options in ({"disk_cache_bytes": 0}, {"max_chunks": 1}, {"kv_cache_bits": 8}, {}):
+    for options in ({"disk_cache_bytes": 100_000}, {"max_chunks": 1}, {"kv_cache_bits": 8}, {}):
         engine = make_engine(disk_cache_dir=tmp_path / str(len(options)), **options)
         assert judge(engine).failed == []
 

@@ -123,7 +123,7 @@ class _Bench:
         self._records = [serde.to_record(chunk) for chunk in chunks if chunk is not None]
 
     def _tier(self) -> DiskTier:
-        (folder,) = (self._folder / "cache").iterdir()
+        (folder,) = (path for path in (self._folder / "cache").iterdir() if path.is_dir())
         return DiskTier.existing(folder)
 
     def compare(self) -> None:
@@ -149,7 +149,7 @@ class _Bench:
 
     def answer_from_disk(self) -> None:
         """The first answer of an engine that was just opened."""
-        (folder,) = (self._folder / "cache").iterdir()
+        (folder,) = (path for path in (self._folder / "cache").iterdir() if path.is_dir())
         _drop_from_page_cache(folder / SLOTS)
         question = self._some_ids(_QUESTION_TOKENS)
         with self._open_engine(**self._options) as engine:

@@ -112,12 +112,20 @@ def clear(folder: Path, yes: bool) -> None:
 
 
 def tier_folders(folder: Path) -> list[Path]:
-    """The folders with chunks in `folder`: one per model, encoding and chunk size, or itself."""
-    from kvboost.disk_folder import DESCRIPTION
+    """The folders with chunks in `folder`: one per model, encoding and chunk size, or itself.
 
+    `CacheFileError` where others own one of them, or may write to it.
+    """
+    from kvboost.disk_folder import DESCRIPTION, check_contents
+    from kvboost.file_trust import real_folder
+
+    folder = real_folder(folder)
+    check_contents(folder)
     found = sorted(path.parent for path in [*folder.glob(DESCRIPTION), *folder.glob(f"*/{DESCRIPTION}")])
     if not found:
         raise CacheFileError(f"{folder} holds no disk cache: there is no {DESCRIPTION} in it or below it")
+    for path in found:
+        check_contents(path)
     return found
 
 

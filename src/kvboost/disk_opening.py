@@ -1,0 +1,152 @@
+"""Opening the folder of a disk tier: trust first, then the index and the slots, made anew where need be.
+
+A folder that this process may not write to is opened to be read, and nothing in it is changed. An index that
+is damaged is set aside and made anew from the slots. Knows files, no chunks in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvboost.disk_folder import (
+    DAMAGED_INDEX,
+    INDEX,
+    OPENING,
+    OWNERS,
+    SLOTS,
+    SQLITE_FILES,
+    FolderDescription,
+    alone,
+    can_be_written,
+    check_contents,
+    read_description,
+)
+from kvboost.disk_index import DiskIndex
+from kvboost.disk_owner import Owner
+from kvboost.disk_records import rows_in
+from kvboost.errors import CacheFileError
+from kvboost.file_trust import ADVICE
+from kvboost.slot_file import SlotFile
+
+Fit = Callable[[DiskIndex], None]
+
+
+@dataclass
+class OpenFolder:
+    """The open files of a folder. `close` closes them all, and can be called twice."""
+
+    index: DiskIndex
+    slots: SlotFile
+    _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def is_read_only(self) -> bool:
+        return self.index.is_read_only
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def open_folder(folder: Path, description: FolderDescription, *, grows: bool) -> OpenFolder:
+    """Open the index and the slots, making what is missing; nothing is touched if they do not fit.
+
+    All of `max_chunks` slots are set aside at once, unless the folder `grows`.
+    """
+    check_contents(folder)
+    try:
+        if not can_be_written(folder):
+            return _open_to_read(folder, description)
+        return _open_to_write(folder, description, grows=grows)
+    except (OSError, sqlite3.Error) as error:
+        raise CacheFileError(f"{folder} cannot be used ({error}): {ADVICE}") from error
+
+
+def _open_to_write(folder: Path, description: FolderDescription, *, grows: bool) -> OpenFolder:
+    with contextlib.ExitStack() as opened, alone(folder / OPENING):
+        owner = Owner(folder / OWNERS)
+        opened.callback(owner.close)
+        description.check()
+        slots = SlotFile(folder / SLOTS, description.slot_bytes)
+        opened.callback(slots.close)
+        fit = partial(
+            _fit, slots=slots, max_chunks=description.max_chunks, grows=grows, has_company=owner.has_company
+        )
+        index, is_new = _open_index(folder / INDEX, owner, fit)
+        opened.callback(index.close)
+        description.write(owner.name)
+        if is_new:
+            index.publish(rows_in(slots))
+        return OpenFolder(index, slots, opened.pop_all())
+
+
+def _open_to_read(folder: Path, description: FolderDescription) -> OpenFolder:
+    if read_description(folder) is None:
+        raise CacheFileError(f"{folder} cannot be written to, and holds no disk cache: {ADVICE}")
+    description.check()
+    with contextlib.ExitStack() as opened:
+        slots = SlotFile(folder / SLOTS, description.slot_bytes, read_only=True)
+        opened.callback(slots.close)
+        index = DiskIndex(folder / INDEX, None)
+        opened.callback(index.close)
+        if problems := index.problems():
+            raise CacheFileError(
+                f"{folder / INDEX} is damaged ({problems[0]}) and cannot be made anew: allow this process to "
+                "write there, or use another folder"
+            )
+        return OpenFolder(index, slots, opened.pop_all())
+
+
+def _fit(index: DiskIndex, slots: SlotFile, max_chunks: int, *, grows: bool, has_company: bool) -> None:
+    """Make slots and index agree on how many slots there are.
+
+    More than `max_chunks` are given back, but not while another process uses the folder: it may be writing
+    to them.
+    """
+    with index.transaction():
+        in_file = -(-slots.size_bytes // slots.slot_bytes)
+        there = min(index.meta().get("num_slots", in_file), max(in_file, max_chunks))
+        if not has_company:
+            there = min(there, max_chunks)
+        there = there if grows else max(there, max_chunks)
+        index.set_slots(there)  # first: an index that cannot be written to must cost no slots
+        if grows:
+            slots.extend(there)
+        else:
+            slots.allocate(there)
+
+
+def _open_index(path: Path, owner: Owner, fit: Fit) -> tuple[DiskIndex, bool]:
+    """The index, and whether it is a new one, to be filled from the slots: if it was damaged or gone."""
+    is_new = not path.exists()
+    try:
+        return _checked_index(path, owner, fit), is_new
+    except (sqlite3.DatabaseError, UnicodeError) as error:
+        if "locked" in str(error):
+            raise CacheFileError(
+                f"{path} is locked by another program ({error}): end it, or use another folder"
+            ) from error
+        warnings.warn(f"{path} is damaged ({error}); it is made anew from the slots", stacklevel=6)
+        for name in SQLITE_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(name).unlink()
+        path.replace(path.with_name(DAMAGED_INDEX))
+        return _checked_index(path, owner, fit), True
+
+
+def _checked_index(path: Path, owner: Owner, fit: Fit) -> DiskIndex:
+    """The index, if it is whole and can be written to; otherwise `sqlite3.DatabaseError`."""
+    index = DiskIndex(path, owner)
+    try:
+        if problems := index.problems():
+            raise sqlite3.DatabaseError(problems[0])
+        fit(index)
+    except BaseException:
+        index.close()
+        raise
+    return index
