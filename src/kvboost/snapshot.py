@@ -2,7 +2,8 @@
 
 The header names the model's namespace and every chunk with its checksum; replacing it is the one
 step that makes a save count, so a save that was cut off leaves the one before it. Nothing is pickled.
-A damaged chunk is left out on loading, with everything that follows it. Knows no model.
+A damaged chunk is left out on loading, with everything that follows it. Nothing outside the folder is
+opened, and no link in it is followed; a saved cache is trusted as model weights are. Knows no model.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,7 @@ from safetensors.torch import save_file as write_tensors
 from kvboost.cache_manager import KVCacheManager
 from kvboost.chunk_store import StoredChunk
 from kvboost.errors import CacheFileError
+from kvboost.file_trust import open_regular
 from kvboost.kv_codec import KeptChunk, KVCodec, StoredKV
 from kvboost.models import content_hash_from_tokens, token_bytes
 
@@ -35,6 +38,8 @@ HEADER = "cache.json"
 FORMAT = "kvboost-cache"
 VERSION = 3
 _SHARD_BYTES = 256 << 20
+_SHARD_NAME = re.compile(r"chunks-[0-9a-f]+-[0-9]+\.safetensors")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 T = TypeVar("T")
 
 
@@ -68,6 +73,7 @@ def save(
                 chunk = stored.chunk.with_kv(kv)
                 tensors |= _tensors_of(chunk)
                 rows.append({**_row_of(dataclasses.replace(stored, chunk=chunk)), "shard": name})
+            os.close(open_regular(folder / name, _NEW))  # so that nothing else is written over
             write_tensors(tensors, folder / name)
             _sync(folder / name)
     header = {
@@ -81,7 +87,8 @@ def save(
         "chunks": rows,
     }
     temporary = folder / f"{HEADER}.{run}"
-    temporary.write_text(json.dumps(header))
+    with open(open_regular(temporary, _NEW), "w") as file:
+        file.write(json.dumps(header))
     _sync(temporary)
     os.replace(temporary, folder / HEADER)
     _remove_other_runs(folder, run)
@@ -121,7 +128,7 @@ def load(
 def read_header(folder: Path) -> dict[str, Any]:
     """The checked header of a saved cache."""
     try:
-        header = json.loads((folder / HEADER).read_text())
+        header = json.loads(_read(folder / HEADER))
     except FileNotFoundError as error:
         raise CacheFileError(f"{folder} holds no saved cache: there is no {HEADER} in it") from error
     except (OSError, ValueError) as error:
@@ -154,8 +161,11 @@ _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and all(
-        isinstance(row.get(name), kind) for name, kind in _ROW_FIELDS.items()
+    """Whether a row has all its fields, and its shard is one that `save` could have written."""
+    return (
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), kind) for name, kind in _ROW_FIELDS.items())
+        and _SHARD_NAME.fullmatch(row["shard"]) is not None
     )
 
 
@@ -213,8 +223,8 @@ def _checksum(chunk: KeptChunk) -> str:
 def _read_shard(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a shard; none where it cannot be read."""
     try:
-        return dict(tensors_from_bytes(path.read_bytes()))  # a format without code
-    except (OSError, SafetensorError, ValueError, KeyError):
+        return dict(tensors_from_bytes(_read(path)))  # a format without code
+    except (OSError, CacheFileError, SafetensorError, ValueError, KeyError):
         return {}
 
 
@@ -244,6 +254,11 @@ def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCo
         parent_hash=row["parent"],
     )
     return chunk if _checksum(chunk) == row["checksum"] else None
+
+
+def _read(path: Path) -> bytes:
+    with open(open_regular(path, os.O_RDONLY), "rb") as file:
+        return file.read()
 
 
 def _layout_row(codec: KVCodec) -> list[list[Any]]:
