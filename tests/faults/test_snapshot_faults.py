@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import uuid
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -274,3 +276,84 @@ def test_loading_twice_changes_nothing(tmp_path: Path) -> None:
     load(tmp_path, manager)
     assert manager.stats()["bytes"] == before
     assert check(manager) == ALL_TOKENS
+
+
+# --- what somebody else put there ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "where", ["../outside/{}", "{outside}/{}", "sub/../../outside/{}", "", "..", "sub/{}", "{}x"]
+)
+def test_a_shard_outside_the_folder_is_not_opened(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured before: a header could name any file as a shard, and it was read."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    save(inside)
+    outside.mkdir()
+    shard = shard_of(inside)
+    shard.rename(outside / shard.name)
+    name = where.format(shard.name, outside=outside)
+
+    def point_outside(header: dict[str, Any]) -> None:
+        for row in header["chunks"]:
+            row["shard"] = name
+
+    change_header(inside, point_outside)
+    opened: list[str] = []
+    real = os.open
+
+    def noted(path: Any, *arguments: Any, **options: Any) -> int:
+        opened.append(Path(path).name)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", noted)
+    manager, report = load(inside)
+    assert (report.loaded, report.corrupt) == (0, CHUNKS)
+    assert check(manager) == 0
+    assert opened == [snapshot.HEADER]
+
+
+def test_a_link_in_place_of_a_shard_is_a_damaged_shard(tmp_path: Path) -> None:
+    save(tmp_path / "saved")
+    shard = shard_of(tmp_path / "saved")
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    _, report = load(tmp_path / "saved")
+    assert (report.loaded, report.corrupt) == (0, CHUNKS)
+
+
+def test_a_link_in_place_of_the_header_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "saved")
+    header = tmp_path / "saved" / snapshot.HEADER
+    header.rename(tmp_path / "elsewhere")
+    header.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CacheFileError, match="is a link"):
+        load(tmp_path / "saved")
+
+
+@pytest.mark.timeout(20)
+def test_fifos_hang_nothing(tmp_path: Path) -> None:
+    save(tmp_path)
+    shard = shard_of(tmp_path)
+    shard.unlink()
+    os.mkfifo(shard)
+    _, report = load(tmp_path)
+    assert (report.loaded, report.corrupt) == (0, CHUNKS)
+    (tmp_path / snapshot.HEADER).unlink()
+    os.mkfifo(tmp_path / snapshot.HEADER)
+    with pytest.raises(CacheFileError, match="no regular file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [f"{snapshot.HEADER}.{'a' * 12}", f"chunks-{'a' * 12}-00000.safetensors"])
+def test_saving_writes_over_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where somebody guessed the name of a file that is to be made."""
+    save(tmp_path / "saved")
+    (tmp_path / "thesis").write_text("ten years of work")
+    (tmp_path / "saved" / name).symlink_to(tmp_path / "thesis")
+    monkeypatch.setattr(snapshot.uuid, "uuid4", lambda: uuid.UUID("a" * 32))
+    with pytest.raises((OSError, CacheFileError)):
+        save(tmp_path / "saved")
+    assert (tmp_path / "thesis").read_text() == "ten years of work"
+    assert load(tmp_path / "saved")[1].loaded == CHUNKS
