@@ -14,11 +14,12 @@ queue and no network.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,9 +73,10 @@ class Listener(Protocol):
 class Row:
     """A request in the loop."""
 
-    def __init__(self, request: Request, listener: Listener, answers: bool) -> None:
+    def __init__(self, request: Request, listener: Listener, answers: bool, tenant: str = "") -> None:
         self.request = request
         self.listener = listener
+        self.tenant = tenant
         self.answers = answers  # False: only its prompt is read
         self.node: Node
         self.lane = Segment(0, 0)
@@ -242,12 +244,18 @@ class RowLoop:
         self._rows: list[Row] = []  # by lane
         self._order: list[Row] = []  # by arrival
         self._pace = Pace(layout.slabs[0].device.type == "cuda")
+        self._newcomers_had_a_turn = False
         self.counts = LoopCounts()
 
     @property
     def rows(self) -> Sequence[Row]:
         """Requests in the loop, in the order of their arrival."""
         return tuple(self._order)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that prompts, and answers that outgrow their lanes, may have together."""
+        return self._prompt_tokens
 
     @property
     def nbytes(self) -> int:
@@ -266,25 +274,27 @@ class RowLoop:
                 f"{self._prompt_tokens}"
             )
 
-    def has_room(self, request: Request, *, answers: bool = True) -> bool:
-        """Whether a request could join now."""
-        if len(self._rows) >= self.max_rows:
+    def has_room(
+        self, request: Request, *, answers: bool = True, spare_rows: int = 0, spare_tokens: int = 0
+    ) -> bool:
+        """Whether a request could join now, and leave so many rows and tokens free for others."""
+        if len(self._rows) >= self.max_rows - spare_rows:
             return False
         row = Row(request, _NOBODY, answers)
         reserved = sum(each.reserved for each in self._rows)
         needed, there = self.residents.room_for(
             request.namespace.key, request.token_ids[: row.limit], reserved
         )
-        return needed + _growth(request, answers) <= there
+        return needed + _growth(request, answers) + spare_tokens <= there
 
-    def join(self, request: Request, listener: Listener, *, answers: bool = True) -> Row:
-        """Take a request in; `answers=False` only reads its prompt, for later ones.
+    def join(self, request: Request, listener: Listener, *, answers: bool = True, tenant: str = "") -> Row:
+        """Take a request of `tenant` in; `answers=False` only reads its prompt, for later ones.
 
         What of it is stored is placed now, the rest goes along with the next steps.
         """
         self._check_model()
         self._begin([request])
-        row = Row(request, listener, answers)
+        row = Row(request, listener, answers, tenant)
         tokens = request.token_ids[: row.limit]
         if answers:
             row.decoding = DecodingRow(
@@ -406,22 +416,34 @@ class RowLoop:
     def _fills(self, block: int) -> dict[int, Extension]:
         """The next `block` prompt tokens, by node, each node once.
 
-        Half of them belong to who came first; then the shortest are next, so that nobody waits long for
-        somebody else's long prompt.
+        Half of them belong to who came first; then the shortest are next, tenants in turns, so that nobody
+        waits long for somebody else's long prompt.
         """
         waiting: dict[int, tuple[Row, Node]] = {}
-        for row in self._order:
-            if row.by_itself is None and (node := row.unfilled) is not None:
+        for row in self._whose_turn():
+            if (node := row.unfilled) is not None:
                 waiting.setdefault(id(node), (row, node))
         fills: dict[int, Extension] = {}
-        for (row, node), count in zip(
-            waiting.values(), _shares(block, [_unfilled(*each) for each in waiting.values()]), strict=True
-        ):
+        needs = [_Need(*_unfilled(row, node), row.tenant) for row, node in waiting.values()]
+        for (row, node), count in zip(waiting.values(), _shares(block, needs), strict=True):
             if count:
                 row.computed_from = min(row.computed_from, node.segment.end)
                 start = node.segment.length
                 fills[id(node)] = Extension(node.segment, node.tokens[start : start + count], 0)
         return fills
+
+    def _whose_turn(self) -> list[Row]:
+        """Rows whose prompts go on: every other step only those of tenants that have no token yet, if any.
+
+        A tenant that floods the batch with long prompts cannot keep another from its first token.
+        """
+        rows = [row for row in self._order if row.by_itself is None]
+        served = {row.tenant for row in rows if row.started}
+        newcomers = [row for row in rows if row.tenant not in served]
+        if self._newcomers_had_a_turn or len({row.tenant for row in rows}) < 2:
+            newcomers = []
+        self._newcomers_had_a_turn = bool(newcomers)
+        return newcomers or rows
 
     @staticmethod
     def _is_ready(row: Row, fills: dict[int, Extension]) -> bool:
@@ -617,17 +639,36 @@ def _unfilled(row: Row, node: Node) -> tuple[int, int]:
     return node.segment.capacity - node.segment.length, row.limit - node.segment.end
 
 
-def _shares(block: int, needs: Sequence[tuple[int, int]]) -> list[int]:
-    """How many of `block` tokens go to each, by what each needs now and in all, in the order of arrival."""
+class _Need(NamedTuple):
+    """Tokens that a node needs, and that its row needs in all."""
+
+    now: int
+    in_all: int
+    tenant: str = ""
+
+
+def _shares(block: int, needs: Sequence[_Need]) -> list[int]:
+    """How many of `block` tokens go to each of `needs`, which come in the order of arrival."""
     shares = [0] * len(needs)
     if needs:
-        others = sum(now for now, _ in needs[1:])
-        shares[0] = min(needs[0][0], max(block - others, (block + 1) // 2))
+        others = sum(each.now for each in needs[1:])
+        shares[0] = min(needs[0].now, max(block - others, (block + 1) // 2))
     left = block - sum(shares)
-    for index in sorted(range(1, len(needs)), key=lambda index: needs[index][1]):
-        shares[index] = min(needs[index][0], left)
-        left -= shares[index]
+    for index in _in_turns(needs[1:]):
+        shares[index + 1] = min(needs[index + 1].now, left)
+        left -= shares[index + 1]
     return shares
+
+
+def _in_turns(needs: Sequence[_Need]) -> list[int]:
+    """Indices: the shortest of every tenant, then the second of every tenant, and so on."""
+    places: dict[int, int] = {}
+    seen: Counter[str] = Counter()
+    shortest_first = sorted(range(len(needs)), key=lambda index: needs[index].in_all)
+    for index in shortest_first:
+        places[index] = seen[needs[index].tenant]
+        seen[needs[index].tenant] += 1
+    return sorted(shortest_first, key=places.__getitem__)
 
 
 def _filled(row: Row) -> int:

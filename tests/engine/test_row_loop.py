@@ -191,7 +191,7 @@ def test_rows_that_share_are_attended_together(
 )
 def test_shares_of_a_step(block: int, needs: list[tuple[int, int]], shares: list[int]) -> None:
     """Half for who came first, and then the shortest; nothing is left while somebody needs it."""
-    assert row_loop._shares(block, needs) == shares
+    assert row_loop._shares(block, [row_loop._Need(*each) for each in needs]) == shares
 
 
 def test_short_prompts_pass_a_long_one(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

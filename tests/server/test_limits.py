@@ -91,7 +91,7 @@ def test_a_client_that_goes_away_while_it_sends(make_engine: MakeEngine, serve: 
 
 
 def test_the_queue_has_an_end(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.02), max_rows=1, max_waiting=2)
+    server = serve(make_slow_engine(0.02), max_rows=1, max_waiting=2, max_waiting_per_tenant=2)
     with raw_connection(server, stream=True) as running:
         running.recv(2000)
         with raw_connection(server), raw_connection(server):
@@ -164,7 +164,7 @@ def test_time_in_the_queue_counts(make_slow_engine: MakeEngine, serve: Serve) ->
 
 
 def test_a_body_that_does_not_come(make_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_engine(), timeout_s=0.3)
+    server = serve(make_engine(), read_timeout_s=0.3)
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -154,7 +154,8 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     (tmp_path / "folder").mkdir()
     flags = "--port 0 --mode baseline --no-batching --max-rows 3 --batch-tokens 999 --max-waiting 7 "
     flags += "--timeout 1.5 --shutdown-timeout 2 --max-request-bytes 1MB --default-max-tokens 9 "
-    flags += "--cors https://a.example --cors https://b.example --log-prompts --max-chunks 4 "
+    flags += "--read-timeout 3.5 --keep-alive 4.5 --max-messages 11 "
+    flags += "--max-prompt-characters 12 --max-waiting-per-key 5 --cors https://a.example --cors https://b.example --log-prompts --max-chunks 4 "
     flags += "--allowed-host kv.example --api-key a:b --api-key c --admin-key d"
     outcome = serve(str(tmp_path / "folder"), *flags.split())
     assert isinstance(outcome.exception, StopError)
@@ -171,6 +172,11 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "timeout_s": 1.5,
         "shutdown_timeout_s": 2.0,
         "max_request_bytes": 1_000_000,
+        "read_timeout_s": 3.5,
+        "keep_alive_s": 4.5,
+        "max_messages": 11,
+        "max_prompt_characters": 12,
+        "max_waiting_per_tenant": 5,
         "cors_origins": ("https://a.example", "https://b.example"),
         "allowed_hosts": ("kv.example",),
         "log_prompts": True,

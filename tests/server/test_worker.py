@@ -199,8 +199,9 @@ def test_tenants_take_turns() -> None:
     assert len(queue) == 6
     removed = queue.remove_if(lambda ticket: ticket.number == 2)  # type: ignore[attr-defined]
     assert [each.number for each in removed] == [2]  # type: ignore[attr-defined]
-    assert [queue.pop().number for _ in range(5)] == [1, 4, 5, 3, 6]  # type: ignore[attr-defined]
-    assert queue.first() is None
+    taken = [queue.pop(queue.firsts()[0].tenant) for _ in range(5)]
+    assert [ticket.number for ticket in taken] == [1, 4, 5, 3, 6]  # type: ignore[attr-defined]
+    assert queue.firsts() == []
     assert len(queue) == 0
 
 

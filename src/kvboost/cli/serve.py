@@ -69,9 +69,15 @@ def size(value: Any) -> int:
 @click.option(
     "--max-waiting",
     type=click.IntRange(1),
-    default=128,
+    default=256,
     show_default=True,
     help="Requests that may wait; more get a 429.",
+)
+@click.option(
+    "--max-waiting-per-key",
+    "max_waiting_per_tenant",
+    type=click.IntRange(1),
+    help="Requests of one key that may wait; without keys, of one address.  [default: half of them]",
 )
 @click.option(
     "--timeout",
@@ -82,6 +88,22 @@ def size(value: Any) -> int:
     help="Seconds that a request may take.",
 )
 @click.option(
+    "--read-timeout",
+    "read_timeout_s",
+    type=click.FloatRange(0, min_open=True),
+    default=30,
+    show_default=True,
+    help="Seconds for a request to arrive and to be tokenized.",
+)
+@click.option(
+    "--keep-alive",
+    "keep_alive_s",
+    type=click.FloatRange(0, min_open=True),
+    default=10,
+    show_default=True,
+    help="A stream with nothing to say sends a comment after so many seconds.",
+)
+@click.option(
     "--shutdown-timeout",
     "shutdown_timeout_s",
     type=click.FloatRange(0),
@@ -90,6 +112,14 @@ def size(value: Any) -> int:
     help="Seconds for running requests after SIGTERM or Ctrl-C.",
 )
 @click.option("--max-request-bytes", type=size, metavar="SIZE", default="4MB", show_default=True)
+@click.option(
+    "--max-messages", type=click.IntRange(1), default=4096, show_default=True, help="Messages of one chat."
+)
+@click.option(
+    "--max-prompt-characters",
+    type=click.IntRange(1),
+    help="Characters of one prompt.  [default: 16 for every token that fits]",
+)
 @click.option(
     "--default-max-tokens",
     type=click.IntRange(1),

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from anyio import to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -34,8 +34,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorBody, "description": "The server failed or is shutting down."},
 }
 _FOR_ADMINS = ("/metrics", "/v1/cache/stats", "/v1/cache/clear", "/v1/cache/pin", "/v1/cache/unpin")
-# Threads that read requests. Tokenizing holds no lock for long, and every thread more has memory of its own.
-_READERS = 4
 _READ_BY_HAND = (ChatRequest, CompletionRequest, CacheRequest)
 
 
@@ -48,9 +46,8 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        to_thread.current_default_thread_limiter().total_tokens = _READERS
         yield
-        await to_thread.run_sync(service.close)
+        await asyncio.to_thread(service.close)
 
     app = FastAPI(
         title="kvboost",

@@ -6,6 +6,7 @@ not hold up the event loop. Hence their part of the OpenAPI document is made her
 
 from __future__ import annotations
 
+import time
 from typing import Any, TypeVar
 
 import anyio
@@ -15,13 +16,14 @@ from starlette.requests import ClientDisconnect
 
 from kvboost.server.connection import ClientGoneError
 from kvboost.server.errors import ApiError, of_validation
+from kvboost.server.readers import Reading, too_slow
 from kvboost.server.schemas import Body
 
 B = TypeVar("B", bound=Body)
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The bytes of the body."""
+async def read_body(request: Request, max_bytes: int, reading: Reading) -> bytes:
+    """The bytes of the body, as long as `reading` may take."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page from elsewhere cannot send this without being asked first
         raise ApiError(415, "send JSON, with the header Content-Type: application/json", code="not_json")
@@ -30,15 +32,16 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         raise _too_long(max_bytes)
     body = bytearray()
     try:
-        with anyio.fail_after(timeout_s):
+        with anyio.fail_after(max(0.0, reading.until - time.monotonic())):
             async for part in request.stream():
+                reading.hold(len(part))
                 body += part
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)
     except ClientDisconnect as error:
         raise ClientGoneError from error
     except TimeoutError as error:
-        raise ApiError(408, "the body took too long to arrive", code="timeout") from error
+        raise too_slow() from error
     return bytes(body)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, TypeVar
 
-from anyio import to_thread
 from fastapi import APIRouter, Query, Request
 
 from kvboost.errors import InvalidRequestError
@@ -29,6 +29,7 @@ from kvboost.server.bodies import described, parse, read_body
 from kvboost.server.connection import unless_gone
 from kvboost.server.dependencies import Admin, AnyCaller, TheNote, TheService
 from kvboost.server.errors import as_api_error
+from kvboost.server.readers import Reading
 from kvboost.server.schemas import CacheRequest
 from kvboost.server.service import Service, told_reason
 from kvboost.server.worker import Ticket
@@ -45,7 +46,7 @@ async def stats(
     admin: Admin,
     chunks: Annotated[int, Query(ge=0, le=_MAX_CHUNKS_SHOWN, description="So many chunks, by use.")] = 0,
 ) -> CacheStats:
-    return await to_thread.run_sync(service.stats, chunks, admin.is_admin)
+    return await service.look(partial(service.stats, chunks, admin.is_admin))
 
 
 @router.post("/warm", summary="Read a prompt once, and keep it", openapi_extra=_PROMPT)
@@ -53,8 +54,9 @@ async def warm(request: Request, service: TheService, caller: AnyCaller, note: T
     service.check_ready()
     started = time.perf_counter()
 
-    def read(body: CacheRequest, salt: str) -> tuple[EngineRequest, str]:
-        found = service.engine.read_request(body.text, 1, service.settings.mode, cache_salt=salt)
+    def read(body: CacheRequest, salt: str, reading: Reading) -> tuple[EngineRequest, str]:
+        ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
+        found = service.engine.read_request(ids, 1, service.settings.mode, cache_salt=salt)
         return found, body.prompt_field
 
     engine_request, param = await _with_prompt(request, service, caller, read)
@@ -85,8 +87,9 @@ async def _through(ticket: Ticket) -> None:
 
 @router.post("/explain", summary="What would be reused of a prompt, and why", openapi_extra=_PROMPT)
 async def explain(request: Request, service: TheService, caller: AnyCaller) -> ExplainBody:
-    def look_up(body: CacheRequest, salt: str) -> ExplainBody:
-        found = service.engine.explain(body.text, mode=service.settings.mode, cache_salt=salt)
+    def look_up(body: CacheRequest, salt: str, reading: Reading) -> ExplainBody:
+        ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
+        found = service.engine.explain(ids, mode=service.settings.mode, cache_salt=salt)
         return ExplainBody(
             prompt_tokens=found.prompt_tokens,
             cached_tokens=found.cached_tokens,
@@ -109,22 +112,24 @@ async def explain(request: Request, service: TheService, caller: AnyCaller) -> E
 
 @router.post("/pin", summary="Keep what is stored of a prompt from eviction", openapi_extra=_PROMPT)
 async def pin(request: Request, service: TheService, admin: Admin) -> PinBody:
-    def change(body: CacheRequest, salt: str) -> PinBody:
-        return PinBody(tokens=service.engine.pin(body.text, cache_salt=salt))
-
-    service.check_ready()
-    await _everything_stored(service)
-    return await _with_prompt(request, service, admin, change)
+    return await _change_pin(request, service, admin, service.engine.pin)
 
 
 @router.post("/unpin", summary="Take a pin back", openapi_extra=_PROMPT)
 async def unpin(request: Request, service: TheService, admin: Admin) -> PinBody:
-    def change(body: CacheRequest, salt: str) -> PinBody:
-        return PinBody(tokens=service.engine.unpin(body.text, cache_salt=salt))
+    return await _change_pin(request, service, admin, service.engine.unpin)
+
+
+async def _change_pin(
+    request: Request, service: Service, admin: Caller, change: Callable[..., int]
+) -> PinBody:
+    def changed(body: CacheRequest, salt: str, reading: Reading) -> PinBody:
+        ids = service.tokenize(body.text, salt, reading, field=body.prompt_field, warming=True)
+        return PinBody(tokens=change(ids, cache_salt=salt))
 
     service.check_ready()
     await _everything_stored(service)
-    return await _with_prompt(request, service, admin, change)
+    return await _with_prompt(request, service, admin, changed)
 
 
 @router.post("/clear", summary="Forget all cached text that is not pinned")
@@ -142,18 +147,19 @@ async def clear(service: TheService, caller: AnyCaller) -> ClearBody:
 
 
 async def _with_prompt(
-    request: Request, service: Service, caller: Caller, work: Callable[[CacheRequest, str], T]
+    request: Request, service: Service, caller: Caller, work: Callable[[CacheRequest, str, Reading], T]
 ) -> T:
     """Read a body with a prompt, and do `work` with it and its salt, in a thread."""
     settings = service.settings
-    raw = await read_body(request, settings.max_request_bytes, settings.timeout_s)
+    with service.readers.reading(caller.name, settings.read_timeout_s) as reading:
+        raw = await read_body(request, settings.max_request_bytes, reading)
 
-    def parsed() -> T:
-        body = parse(CacheRequest, raw)
-        salt = service.salt_of(caller, body.cache_salt, body.key_salt)
-        try:
-            return work(body, salt)
-        except InvalidRequestError as error:
-            raise as_api_error(error, body.prompt_field) from error
+        def parsed() -> T:
+            body = parse(CacheRequest, raw)
+            salt = service.salt_of(caller, body.cache_salt, body.key_salt)
+            try:
+                return work(body, salt, reading)
+            except InvalidRequestError as error:
+                raise as_api_error(error, body.prompt_field) from error
 
-    return await to_thread.run_sync(parsed)
+        return await unless_gone(request.receive, reading.run(parsed))

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
-from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from kvboost.server.access import Note, note_failure
@@ -24,15 +23,17 @@ from kvboost.server.completions import (
     log_prompts,
     read_drafts,
 )
-from kvboost.server.connection import EventStream, unless_gone
+from kvboost.server.connection import EventStream, event_of, kept_alive, unless_gone
 from kvboost.server.dependencies import AnyCaller, TheNote, TheService
 from kvboost.server.errors import as_api_error
+from kvboost.server.readers import Reading
 from kvboost.server.schemas import ChatRequest, CompletionRequest, Generation
 from kvboost.server.service import Service
 from kvboost.server.writers import ChatWriter, TextWriter, Writer
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 DONE = b"[DONE]"
+_LAST_WORDS_S = 1.0  # for saying that the time is up
 
 
 def _answers(whole: type[Answer], chunk: type[Answer]) -> dict[int | str, dict[str, Any]]:
@@ -78,9 +79,13 @@ async def _complete(
     writer_kind: type[Writer],
 ) -> Response:
     service.check_ready()
+    service.worker.check_room(caller.name)
     settings = service.settings
-    raw = await read_body(request, settings.max_request_bytes, settings.timeout_s)
-    body, drafts = await to_thread.run_sync(partial(_read, service, caller, kind, raw))
+    with service.readers.reading(caller.name, settings.read_timeout_s) as reading:
+        raw = await read_body(request, settings.max_request_bytes, reading)
+        work = reading.run(partial(_read, service, caller, kind, raw, reading))
+        body, drafts = await unless_gone(request.receive, work)
+        del raw, work
     note.user = body.user
     answering = Answering(service, body, drafts, caller)
     writer = writer_kind(
@@ -93,18 +98,18 @@ async def _complete(
         answer = await unless_gone(request.receive, _whole(service, answering, writer))
         note.usage = answering.usage
         return Response(answer.to_json(), media_type="application/json")
-    events = _events(service, answering, writer, body.includes_usage, note)
+    events = kept_alive(_events(service, answering, writer, body.includes_usage, note), settings.keep_alive_s)
     first = await unless_gone(request.receive, _first(events))
-    return EventStream(_behind(first, events))
+    return EventStream(_behind(first, events, note), answering.until + _LAST_WORDS_S)
 
 
 def _read(
-    service: Service, caller: Caller, kind: type[Generation], raw: bytes
+    service: Service, caller: Caller, kind: type[Generation], raw: bytes, reading: Reading
 ) -> tuple[Generation, list[Draft]]:
     """Takes time, so a thread does it."""
     body = parse(kind, raw)
     service.check_model(body.model)
-    drafts = read_drafts(service, body, service.salt_of(caller, body.cache_salt))
+    drafts = read_drafts(service, body, service.salt_of(caller, body.cache_salt), reading)
     if service.settings.log_prompts:
         log_prompts(drafts)
     return body, drafts
@@ -126,41 +131,34 @@ async def _whole(service: Service, answering: Answering, writer: Writer) -> Answ
 async def _events(
     service: Service, answering: Answering, writer: Writer, has_usage: bool, note: Note
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks. An error before the first is raised; one after it is the last event."""
+    """The chunks."""
     opened: set[int] = set()
     texts = [""] * len(answering.choices)
     through = 0
-    try:
-        async for choice, piece in answering.pieces():
-            if choice.index not in opened:
-                opened.add(choice.index)
-                if (opening := writer.opening(choice.index)) is not None:
-                    yield opening.to_json()
-            if piece is not None:
-                texts[choice.index] += piece.text
-                yield writer.piece(choice.index, piece.text, piece.scores).to_json()
-                continue
-            through += 1
-            is_last = through == len(answering.choices)
-            if is_last:
-                note.usage = answering.usage
-            yield writer.closing(choice, answering.reuse if is_last and not has_usage else None).to_json()
-        if has_usage:
-            yield writer.counts(answering.usage, answering.reuse).to_json()
-        yield DONE
-    except Exception as error:
-        if not opened:
-            raise
-        told = as_api_error(error)
-        note.error = told.code or type(error).__name__
-        note_failure(told, error)
-        yield told.body.model_dump_json().encode()
+    async for choice, piece in answering.pieces():
+        if choice.index not in opened:
+            opened.add(choice.index)
+            if (opening := writer.opening(choice.index)) is not None:
+                yield opening.to_json()
+        if piece is not None:
+            texts[choice.index] += piece.text
+            yield writer.piece(choice.index, piece.text, piece.scores).to_json()
+            continue
+        through += 1
+        is_last = through == len(answering.choices)
+        if is_last:
+            note.usage = answering.usage
+        yield writer.closing(choice, answering.reuse if is_last and not has_usage else None).to_json()
+    if has_usage:
+        yield writer.counts(answering.usage, answering.reuse).to_json()
+    yield DONE
     if service.settings.log_prompts:
         for index, text in enumerate(texts):
             log_answer(index, text)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+    """What comes first. An error before it has a status of its own."""
     try:
         return await anext(events)
     except BaseException:
@@ -168,10 +166,18 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
         raise
 
 
-async def _behind(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _behind(
+    first: bytes, events: AsyncGenerator[bytes, None], note: Note
+) -> AsyncGenerator[bytes, None]:
+    """All that is sent. An error after the first is the last event."""
     try:
         yield first
         async for event in events:
             yield event
+    except Exception as error:
+        told = as_api_error(error)
+        note.error = told.code or type(error).__name__
+        note_failure(told, error)
+        yield event_of(told.body.model_dump_json().encode())
     finally:
         await events.aclose()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kvboost.requests import Request
 from kvboost.server.answers import FinishReason, Reuse, Usage
 from kvboost.server.auth import Caller
 from kvboost.server.errors import ApiError, as_api_error
+from kvboost.server.readers import Reading
 from kvboost.server.sampling import LogprobRecorder, TokenScore, generation_options
 from kvboost.server.schemas import AnyPrompt, Generation
 from kvboost.server.service import Service, told_reason
@@ -40,10 +42,10 @@ class Draft:
     recorder: LogprobRecorder | None
 
 
-def read_drafts(service: Service, body: Generation, salt: str) -> list[Draft]:
+def read_drafts(service: Service, body: Generation, salt: str, reading: Reading) -> list[Draft]:
     """Check and tokenize all that `body` asks for, prompt by prompt. Takes time, and changes nothing."""
     prompts = body.prompts
-    wanted, most = len(prompts) * body.choices, service.settings.max_waiting
+    wanted, most = len(prompts) * body.choices, service.worker.max_choices
     if wanted > most:
         raise ApiError(
             400,
@@ -54,15 +56,17 @@ def read_drafts(service: Service, body: Generation, salt: str) -> list[Draft]:
     drafts: list[Draft] = []
     try:
         for prompt in prompts:
-            drafts += _read_prompt(service, body, prompt, salt, len(drafts))
+            drafts += _read_prompt(service, body, prompt, salt, len(drafts), reading)
     except InvalidRequestError as error:
         raise as_api_error(error, body.prompt_field) from error
     return drafts
 
 
-def _read_prompt(service: Service, body: Generation, prompt: AnyPrompt, salt: str, first: int) -> list[Draft]:
+def _read_prompt(
+    service: Service, body: Generation, prompt: AnyPrompt, salt: str, first: int, reading: Reading
+) -> list[Draft]:
     engine = service.engine
-    ids = engine.tokenize(prompt, cache_salt=salt)
+    ids = service.tokenize(prompt, salt, reading, field=body.prompt_field)
     new_tokens = _new_tokens(service, body, len(ids))
     drafts = []
     for index in range(first, first + body.choices):
@@ -176,6 +180,7 @@ class Answering:
         self._service = service
         self._caller = caller
         self._per_prompt = body.choices
+        self.until = time.monotonic() + service.settings.timeout_s + _GRACE_S
         self.choices: list[Choice] = []
         for index, draft in enumerate(drafts):
             try:
@@ -197,7 +202,7 @@ class Answering:
         """
         queue: asyncio.Queue[tuple[Choice, Piece | None] | Exception] = asyncio.Queue()
         late = asyncio.get_running_loop().call_later(
-            self._service.settings.timeout_s + _GRACE_S,
+            max(0.0, self.until - time.monotonic()),
             queue.put_nowait,
             RequestTimeoutError("the request took longer than the server allows"),
         )

@@ -6,6 +6,7 @@ Knows ASGI, nothing of what is sent.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+ABORT = "kvboost_abort"  # in a request's state, where the server gives it: drops the connection
+COMMENT = b": waiting\n\n"
 CLIENT_GONE = 499  # what logs and counters say of a request whose client went away
 
 
@@ -42,15 +45,44 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
+def event_of(data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+async def kept_alive(events: AsyncGenerator[bytes, None], every_s: float) -> AsyncGenerator[bytes, None]:
+    """Events as they are sent, and a comment wherever none came for `every_s`: proxies cut silent streams."""
+    async with aclosing(events):
+        coming = asyncio.ensure_future(anext(events, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=every_s)
+                if not done:
+                    yield COMMENT
+                    continue
+                data = coming.result()
+                if data is None:
+                    return
+                coming = asyncio.ensure_future(anext(events, None))
+                yield event_of(data)
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+
 class EventStream(Response):
-    """Server-sent events. When the client goes away, the generator is closed at once."""
+    """Server-sent events, until `until` (of time.monotonic()) at most.
+
+    When the client goes away, the generator is closed at once. One that does not read until then is cut off.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], until: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._until = until
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,15 +95,27 @@ class EventStream(Response):
                     group.cancel_scope.cancel()
 
             group.start_soon(watch)
-            await self._send_all(send)
+            with anyio.move_on_after(max(0.0, self._until - time.monotonic())) as limit:
+                await self._send_all(send)
+            if limit.cancelled_caught:
+                self._cut_off(scope)
+                await asyncio.sleep(0)  # the connection is told
             group.cancel_scope.cancel()
+
+    @staticmethod
+    def _cut_off(scope: Scope) -> None:
+        """Drop the connection with all that is still to be sent: nobody reads it."""
+        note = scope["state"]["note"]
+        note.error = "a client that does not read"
+        note.status = CLIENT_GONE
+        if (abort := scope["state"].get(ABORT)) is not None:
+            abort()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(start)
-            async for data in events:
-                body = b"data: " + data + b"\n\n"
+            async for body in events:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         self._is_over = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})

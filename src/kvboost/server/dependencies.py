@@ -1,4 +1,7 @@
-"""What routes ask for: the service, and who is calling. Knows FastAPI's way of handing things in."""
+"""What routes ask for: the service, and who is calling. Knows FastAPI's way of handing things in.
+
+All of it runs in the event loop: a plain function would take a thread of the host's for each.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from kvboost.server.service import Service
 _bearer = HTTPBearer(auto_error=False, description="An API key, where the server has keys.")
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def note_of(request: Request) -> Note:
+async def note_of(request: Request) -> Note:
     """What the log will say of this request."""
     note: Note = request.state.note
     return note
@@ -30,7 +33,7 @@ TheService = Annotated[Service, Depends(service_of)]
 TheNote = Annotated[Note, Depends(note_of)]
 
 
-def caller_of(
+async def caller_of(
     request: Request,
     service: TheService,
     note: TheNote,
@@ -56,7 +59,7 @@ def _address(request: Request) -> str:
 AnyCaller = Annotated[Caller, Depends(caller_of)]
 
 
-def admin_of(service: TheService, caller: AnyCaller) -> Caller:
+async def admin_of(service: TheService, caller: AnyCaller) -> Caller:
     """Whoever may see and do what concerns everybody."""
     service.gate.check_admin(caller)
     return caller

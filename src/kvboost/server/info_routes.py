@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from mimetypes import guess_type
 from pathlib import Path
 
-from anyio import to_thread
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import FileResponse
 
 from kvboost.server.answers import ModelBody, ModelList, Status
 from kvboost.server.dependencies import Admin, AnyCaller, TheService
@@ -58,16 +58,23 @@ async def ready(service: TheService) -> Status:
     responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}},
 )
 async def metrics(service: TheService, _admin: Admin) -> Response:
-    return Response(await to_thread.run_sync(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
+    return Response(await service.look(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", include_in_schema=False)
-async def page() -> FileResponse:
+async def page() -> Response:
     return await page_file("index.html")
 
 
 @router.get("/page/{name}", include_in_schema=False)
-async def page_file(name: str) -> FileResponse:
-    if name not in {path.name for path in PAGE.glob("*") if path.is_file()}:
+async def page_file(name: str) -> Response:
+    found = _page_files().get(name)
+    if found is None:
         raise ApiError(404, "the page has no such file", code="not_found")
-    return FileResponse(PAGE / name, headers=PAGE_HEADERS)
+    return Response(found, media_type=guess_type(name)[0] or "text/plain", headers=PAGE_HEADERS)
+
+
+@lru_cache(maxsize=1)
+def _page_files() -> dict[str, bytes]:
+    """The page's files, which are small. Kept, so that no disk and no thread is waited for."""
+    return {path.name: path.read_bytes() for path in PAGE.glob("*") if path.is_file()}

@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
 from kvboost.server.app import create_app
+from kvboost.server.connection import ABORT
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
 
@@ -48,6 +51,44 @@ def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}"
+
+
+class Config(uvicorn.Config):
+    """Uvicorn's options, and how long a client may take to say what it wants."""
+
+    header_timeout_s = 30.0
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """A client's connection: it can be dropped from within a request, and ends if no request comes."""
+
+    app_state: dict[str, Any]
+    _no_request: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, ABORT: transport.abort}
+        self._wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_request(self) -> None:
+        """Headers that come byte by byte have one deadline for all of them."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._no_request is None:
+            self._no_request = self.loop.call_later(self.config.header_timeout_s, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._no_request is not None:
+            self._no_request.cancel()
+            self._no_request = None
 
 
 class Server(uvicorn.Server):
@@ -97,13 +138,15 @@ def make_server(
 ) -> Server:
     """A server over `engine` that is not running yet."""
     app = create_app(engine, settings)
-    config = uvicorn.Config(
+    config = Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_SENDING_S,
     )
+    config.header_timeout_s = settings.read_timeout_s
     return Server(config, app.state.service, on_ready)
 
 

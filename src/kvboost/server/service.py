@@ -9,24 +9,33 @@ import copy
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
 
 from kvboost import __version__
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
 from kvboost.miss_reasons import without_tokens
 from kvboost.models import GenerationResult
+from kvboost.prompts import ReadingBounds
 from kvboost.requests import Request
 from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, WorkerBody
 from kvboost.server.auth import Caller, Gate, effective_salt
-from kvboost.server.errors import ApiError
+from kvboost.server.errors import ApiError, as_api_error
 from kvboost.server.metrics import Metrics
+from kvboost.server.readers import Readers, Reading
+from kvboost.server.schemas import AnyPrompt
 from kvboost.server.settings import ServerSettings
 from kvboost.server.text import TokenNames
 from kvboost.server.worker import ShuttingDownError, Ticket, Worker
 
 FINGERPRINT = f"kvboost-{__version__}"
+T = TypeVar("T")
 _RECENT = 200
+_LOOKERS = 2  # threads for those who want to see numbers
+_CHARACTERS_PER_TOKEN = 16  # that no prompt has on average, but runs of spaces
 
 
 class Service:
@@ -42,8 +51,14 @@ class Service:
             max_rows=settings.max_rows,
             batch_tokens=settings.batch_tokens,
             max_waiting=settings.max_waiting,
+            max_waiting_per_tenant=settings.share_of_the_queue,
+            has_tenants=settings.has_tenants,
         )
+        self.readers = Readers(settings.share_of_the_queue, settings.max_request_bytes)
+        self._looking = CapacityLimiter(_LOOKERS)
         batch = self.worker.batch
+        sizes = [engine.max_positions, None if batch is None else batch.max_tokens]
+        self.max_prompt_tokens = min((size for size in sizes if size is not None), default=None)
         self._batch_slots = 0 if batch is None else batch.residents.pool.free
         self.metrics = Metrics(self.worker, engine.cache_stats)
         self.created = int(time.time())
@@ -56,6 +71,44 @@ class Service:
         self._is_ending = threading.Event()
 
     # --- requests ----------------------------------------------------------------------------
+
+    def tokenize(
+        self, prompt: AnyPrompt, salt: str, reading: Reading, *, field: str, warming: bool = False
+    ) -> list[int]:
+        """The token ids of a prompt, which stands in `field`; what is too long for certain is refused."""
+        reading.go_on()
+        self._check_size(prompt, field)
+        bounds = ReadingBounds(self.max_prompt_tokens, reading.go_on, apart=True)
+        try:
+            return self.engine.tokenize(prompt, cache_salt=salt, warming=warming, bounds=bounds)
+        except InvalidRequestError as error:
+            raise as_api_error(error, field) from error
+
+    def _check_size(self, prompt: AnyPrompt, field: str) -> None:
+        messages = [each for each in prompt if isinstance(each, dict)]
+        if len(messages) > self.settings.max_messages:
+            raise ApiError(
+                400,
+                f"{field}: {len(messages)} messages are more than the {self.settings.max_messages} that this "
+                "server takes; leave out or join the oldest",
+                param=field,
+                code="too_many_messages",
+            )
+        most = self._max_characters
+        texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in messages]
+        size = sum(map(len, texts))
+        if most is not None and size > most:
+            raise ApiError(
+                400,
+                f"{field}: {size} characters are more than the {most} that this server takes; shorten it",
+                param=field,
+                code="context_length_exceeded",
+            )
+
+    @property
+    def _max_characters(self) -> int | None:
+        given, tokens = self.settings.max_prompt_characters, self.max_prompt_tokens
+        return given if given is not None or tokens is None else _CHARACTERS_PER_TOKEN * tokens
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of generated tokens, as the engine gives it."""
@@ -120,6 +173,10 @@ class Service:
 
     # --- what is going on --------------------------------------------------------------------
 
+    async def look(self, question: Callable[[], T]) -> T:
+        """What `question` says, asked in a thread that no request can keep busy."""
+        return await to_thread.run_sync(question, limiter=self._looking)
+
     def stats(self, chunks: int, with_texts: bool) -> CacheStats:
         """Numbers of this moment, with the `chunks` most used chunks. From any thread.
 
@@ -168,6 +225,7 @@ class Service:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what runs within the time there is, fail the rest. It can be called twice."""
         self.begin_shutdown()
+        self.readers.close()
         self.worker.close(self.settings.shutdown_timeout_s if timeout_s is None else timeout_s)
 
 

@@ -8,6 +8,17 @@ from kvboost.errors import InvalidRequestError
 from kvboost.models import GenerationMode
 from kvboost.settings import choice
 
+_COUNTS = (
+    "max_rows",
+    "batch_tokens",
+    "max_waiting",
+    "max_waiting_per_tenant",
+    "max_request_bytes",
+    "max_messages",
+    "max_prompt_characters",
+    "default_max_tokens",
+)
+
 
 @dataclass(frozen=True)
 class ApiKey:
@@ -37,6 +48,10 @@ class ServerSettings:
     Requests must give `model_name` or one of `aliases` as their model. Without `api_keys` everybody may use
     it; with `admin_key`, routes that concern everybody need that one. Without `api_keys`, requests must be
     for an address, a local name or one of `allowed_hosts` ("*": for any).
+
+    A key is a tenant; without keys, an address is. `max_waiting_per_tenant` is half of `max_waiting` by
+    default, or all of it where there is one key only. `max_prompt_characters` is 16 for every token that
+    fits by default. A stream that has nothing to say sends a comment every `keep_alive_s`.
     """
 
     model_name: str = "kvboost"
@@ -47,10 +62,15 @@ class ServerSettings:
     batching: bool = True
     max_rows: int | None = None
     batch_tokens: int | None = None
-    max_waiting: int = 128
+    max_waiting: int = 256
+    max_waiting_per_tenant: int | None = None
     timeout_s: float = 600.0
+    read_timeout_s: float = 30.0
+    keep_alive_s: float = 10.0
     shutdown_timeout_s: float = 30.0
     max_request_bytes: int = 4_000_000
+    max_messages: int = 4_096
+    max_prompt_characters: int | None = None
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     log_prompts: bool = False
@@ -60,12 +80,13 @@ class ServerSettings:
         object.__setattr__(self, "mode", choice(GenerationMode, "mode", self.mode))
         if not self.model_name:
             raise InvalidRequestError("the served model needs a name")
-        for name in ("max_rows", "batch_tokens", "max_waiting", "max_request_bytes", "default_max_tokens"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1, got {value}")
-        if self.timeout_s <= 0:
-            raise InvalidRequestError(f"timeout_s must be greater than 0, got {self.timeout_s}")
+        for name in ("timeout_s", "read_timeout_s", "keep_alive_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequestError(f"{name} must be greater than 0, got {getattr(self, name)}")
         if self.shutdown_timeout_s < 0:
             raise InvalidRequestError(f"shutdown_timeout_s must be at least 0, got {self.shutdown_timeout_s}")
         keys = [each.key for each in (*self.api_keys, self.admin_key) if each is not None]
@@ -75,6 +96,19 @@ class ServerSettings:
     @property
     def mode_name(self) -> str:
         return GenerationMode(self.mode).value
+
+    @property
+    def has_tenants(self) -> bool:
+        """Whether several keys share the server."""
+        return len(self.api_keys) + (self.admin_key is not None) > 1
+
+    @property
+    def share_of_the_queue(self) -> int:
+        """Requests of one tenant that may wait."""
+        if self.max_waiting_per_tenant is not None:
+            return min(self.max_waiting_per_tenant, self.max_waiting)
+        is_only_one = len(self.api_keys) == 1 and not self.has_tenants
+        return self.max_waiting if is_only_one else max(1, self.max_waiting // 2)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """The thread that runs the model for a server: a queue, a running batch, and answers on their way.
 
 Requests wait in a queue that serves its tenants in turns, join the running batch when there is room, and
-leave it at any step. What cannot run beside others (`engine.why_alone`) runs alone, between two steps.
-Knows the engine and asyncio, no HTTP.
+leave it at any step. No tenant can fill queue or batch alone: each has a share of the queue, and a part of
+the batch is kept for tenants that have nothing in it. What cannot run beside others (`engine.why_alone`) runs
+alone, between two steps. Knows the engine and asyncio, no HTTP.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,13 +32,15 @@ _log = logging.getLogger(__name__)
 _NOT_ANSWERED = "the server was shut down before this request was answered"
 _TOO_LONG = "the request took longer than the server allows"
 _IDLE_S = 0.5  # how often deadlines of waiting requests are looked at while nothing runs
+_SPARE_SHARE = 8  # of the batch, one part in so many is for tenants that have nothing in it
 
 
 class QueueFullError(KVBoostError):
     """Too many requests wait; `retry_after_s` is a guess at when there is room."""
 
-    def __init__(self, waiting: int, retry_after_s: int) -> None:
-        super().__init__(f"{waiting} requests wait already; try again in {retry_after_s} s")
+    def __init__(self, waiting: int, retry_after_s: int, *, own: bool = False) -> None:
+        whose = "of your requests" if own else "requests"
+        super().__init__(f"{waiting} {whose} wait already; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 
@@ -124,15 +127,20 @@ class Ticket:
 
 
 class FairQueue:
-    """Waiting requests; tenants take turns, each with its own in order."""
+    """Waiting requests; tenants take turns, each with its own in order, and none has more than `share`."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, share: int | None = None) -> None:
         self._limit = limit
+        self.share = limit if share is None else min(limit, share)
         self._tenants: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
+
+    def waiting(self, tenant: str) -> int:
+        """How many of a tenant's requests wait."""
+        return len(self._tenants.get(tenant, ()))
 
     @property
     def is_full(self) -> bool:
@@ -142,16 +150,15 @@ class FairQueue:
         self._tenants.setdefault(ticket.tenant, deque()).append(ticket)
         self._count += 1
 
-    def first(self) -> Ticket | None:
-        """Who is next."""
-        return next(iter(self._tenants.values()))[0] if self._tenants else None
+    def firsts(self) -> list[Ticket]:
+        """The first request of every tenant, in the order of their turns."""
+        return [tickets[0] for tickets in self._tenants.values()]
 
-    def pop(self) -> Ticket:
-        """Take who is next; its tenant goes to the end of the line."""
-        tenant, tickets = next(iter(self._tenants.items()))
+    def pop(self, tenant: str) -> Ticket:
+        """Take the first request of a tenant, who goes to the end of the line."""
+        tickets = self._tenants.pop(tenant)
         ticket = tickets.popleft()
         self._count -= 1
-        del self._tenants[tenant]
         if tickets:
             self._tenants[tenant] = tickets
         return ticket
@@ -194,11 +201,18 @@ class Worker:
         batching: bool = True,
         max_rows: int | None = None,
         batch_tokens: int | None = None,
-        max_waiting: int = 128,
+        max_waiting: int = 256,
+        max_waiting_per_tenant: int | None = None,
+        has_tenants: bool = False,
     ) -> None:
+        """With `has_tenants`, a part of the batch is kept for tenants that have nothing in it."""
         self.engine = engine
         self.batch = engine.running_batch(max_rows, batch_tokens) if batching else None
-        self._queue = FairQueue(max_waiting)
+        self._queue = FairQueue(max_waiting, max_waiting_per_tenant)
+        self._spare_rows = self._spare_tokens = 0
+        if self.batch is not None and has_tenants:
+            self._spare_rows = min(max(1, self.batch.max_rows // _SPARE_SHARE), self.batch.max_rows - 1)
+            self._spare_tokens = self.batch.max_tokens // _SPARE_SHARE
         self._running: list[Ticket] = []
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
@@ -225,12 +239,27 @@ class Worker:
         with self._wake:
             if self._closing:
                 raise ShuttingDownError("the server is shutting down")
-            if self._queue.is_full:
-                self._stats.refused += 1
-                raise QueueFullError(len(self._queue), self._retry_after_s())
+            self._check_room(tenant)
             self._queue.add(ticket)
             self._wake.notify()
         return ticket
+
+    def check_room(self, tenant: str) -> None:
+        """Refuse a tenant's next request where it could not wait, before it is read."""
+        with self._wake:
+            self._check_room(tenant)
+
+    def _check_room(self, tenant: str) -> None:
+        own = self._queue.waiting(tenant)
+        if own >= self._queue.share or self._queue.is_full:
+            self._stats.refused += 1
+            is_own = own >= self._queue.share
+            raise QueueFullError(own if is_own else len(self._queue), self._retry_after_s(), own=is_own)
+
+    @property
+    def max_choices(self) -> int:
+        """How many requests one tenant may have waiting."""
+        return self._queue.share
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function in the worker's thread, between two steps."""
@@ -366,20 +395,20 @@ class Worker:
         """Let in who is next as long as there is room."""
         while True:
             with self._wake:
-                ticket = self._queue.first()
-                if ticket is None or self._stopping:
+                ticket = None if self._stopping else self._next()
+                if ticket is None:
                     return
-                alone = self.batch is None or bool(self.engine.why_alone(ticket.request))
-                if not alone and not self._has_room(ticket):
-                    return
-                self._queue.pop()
+                self._queue.pop(ticket.tenant)
                 self._running.append(ticket)
+            alone = self._runs_alone(ticket)
             try:
                 if alone:
                     self._serve_alone(ticket)
                 else:
                     assert self.batch is not None
-                    ticket.row = self.batch.join(ticket.request, ticket, answers=ticket.answers)
+                    ticket.row = self.batch.join(
+                        ticket.request, ticket, answers=ticket.answers, tenant=ticket.tenant
+                    )
             except Exception as error:
                 ticket.failed(error)
             if ticket.is_over:
@@ -387,9 +416,32 @@ class Worker:
             if alone:
                 return  # a step for the others comes first
 
-    def _has_room(self, ticket: Ticket) -> bool:
+    def _next(self) -> Ticket | None:
+        """Who can be let in: whose turn it is, or else a tenant that has nothing running."""
+        running = Counter(ticket.tenant for ticket in self._running)
+        is_blocked = False  # by one whose turn it is, and who has to wait
+        for ticket in self._queue.firsts():
+            is_new = not running[ticket.tenant]
+            if is_blocked and not (is_new and self._spare_rows):
+                continue
+            if self._runs_alone(ticket) or self._has_room(ticket, is_new):
+                return ticket
+            is_blocked = True
+        return None
+
+    def _runs_alone(self, ticket: Ticket) -> bool:
+        return self.batch is None or bool(self.engine.why_alone(ticket.request))
+
+    def _has_room(self, ticket: Ticket, is_new: bool) -> bool:
         assert self.batch is not None
-        return not self.batch.rows or self.batch.has_room(ticket.request, answers=ticket.answers)
+        if not self.batch.rows:
+            return True
+        return self.batch.has_room(
+            ticket.request,
+            answers=ticket.answers,
+            spare_rows=0 if is_new else self._spare_rows,
+            spare_tokens=0 if is_new else self._spare_tokens,
+        )
 
     def _serve_alone(self, ticket: Ticket) -> None:
         request = ticket.request
