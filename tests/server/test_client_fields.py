@@ -9,20 +9,22 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import httpx
 import pytest
 import torch
+from fastapi.exceptions import RequestValidationError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.resources.chat.completions import Completions as OpenAIChats
 from openai.resources.completions import Completions as OpenAITexts
 from openai.types import chat as openai_types
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kvboost import KVBoost
 from kvboost.server.bodies import parse
-from kvboost.server.errors import ApiError
+from kvboost.server.errors import ApiError, of_validation
 from kvboost.server.schemas import (
     Body,
     CacheRequest,
@@ -443,6 +445,24 @@ def test_what_is_no_request_at_all(raw: bytes, words: str) -> None:
     with pytest.raises(ApiError) as caught:
         parse(ChatRequest, raw)
     assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("-1", 'chunks must be at least 0, got "-1"'),
+        ("1001", 'chunks must be at most 1000, got "1001"'),
+        ("many", 'chunks must be a whole number, got "many"'),
+    ],
+)
+def test_parameters_of_a_route(value: str, words: str) -> None:
+    """Which FastAPI checks, with the same validator."""
+    number = TypeAdapter(Annotated[int, Field(ge=0, le=1000)])
+    with pytest.raises(ValidationError) as caught:
+        number.validate_python(value)
+    errors = [{**error, "loc": ("query", "chunks")} for error in caught.value.errors()]
+    told = of_validation(RequestValidationError(errors))
+    assert (str(told), told.param) == (words, "chunks")
 
 
 VALIDATORS_WORDS = (

@@ -15,6 +15,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 EXPECTED, UNSUPPORTED = "expected", "unsupported"
+_LISTED = 100  # errors within a field: a body can have hundreds of thousands, and listing them takes long
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Expected:
             try:
                 return inner(value)
             except ValidationError as error:
-                for each in error.errors(include_url=False, include_input=False):
-                    if each["type"] == UNSUPPORTED:
-                        raise _unsupported(each["ctx"]["reason"]) from None
+                if error.error_count() <= _LISTED:
+                    for each in error.errors(include_url=False, include_input=False):
+                        if each["type"] == UNSUPPORTED:
+                            raise _unsupported(each["ctx"]["reason"]) from None
                 raise PydanticCustomError(EXPECTED, "must be {expected}", {"expected": self.words}) from None
 
         return core_schema.no_info_wrap_validator_function(check, schema)

@@ -33,9 +33,10 @@ class Body(BaseModel):
         """Also leaves out all unknown fields but the first, which is the one that the error names."""
         if not isinstance(data, dict):
             return data
-        kept = {name: data[name] for name in cls.model_fields if data.get(name) is not None}
+        known = cls.model_fields
+        kept = {name: value for name, value in data.items() if value is not None and name in known}
         for name, value in data.items():
-            if value is not None and name not in kept:
+            if value is not None and name not in known:
                 kept[name] = value
                 break
         return kept
