@@ -176,6 +176,53 @@ def test_rows_that_share_are_attended_together(
     assert [one.tokens for one in heard] == wanted
 
 
+def test_a_tenant_without_a_token_does_not_wait_for_long_prompts_of_others(make_engine: MakeEngine) -> None:
+    """Every other step is for newcomers alone, however many tokens others have in line."""
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=8, prompt_tokens=8_000)
+    loop.join(engine.read_request(random_ids(5, 1), 200), Heard(), tenant="eve")
+    loop.step()
+    for seed in range(3):
+        loop.join(engine.read_request(random_ids(900, seed + 2), 4), Heard(), tenant="eve")
+    loop.step()
+    wanted = expected(engine, random_ids(40, 9), 3)
+    heard = Heard()
+    before = loop.counts.prefilled_tokens
+    loop.join(engine.read_request(random_ids(40, 9), 3), heard, tenant="ann")
+    loop.step()
+    assert heard.tokens == wanted[:1]
+    assert loop.counts.prefilled_tokens - before == 39, "its own, and no other"
+    loop.step()
+    assert loop.counts.prefilled_tokens - before > 39, "then the others go on"
+    while heard.result is None:
+        loop.step()
+    assert heard.tokens == wanted
+
+
+def test_newcomers_cannot_keep_others_from_their_turn(make_engine: MakeEngine) -> None:
+    """One short request after the other, each a newcomer: the long prompt has every other step."""
+    engine = make_engine()
+    loop = engine.running_batch(max_rows=8, prompt_tokens=8_000)
+    long = Heard()
+    wanted = expected(engine, random_ids(1_000, 2), 2)
+    loop.join(engine.read_request(random_ids(1_000, 2), 2), long, tenant="eve")
+    for step in range(60):
+        loop.join(engine.read_request(random_ids(30, 100 + step), 1), Heard(), tenant="ann")
+        loop.step()
+        if long.result is not None:
+            break
+    assert long.tokens == wanted
+
+
+def test_the_shortest_of_every_tenant_comes_first() -> None:
+    needs = [
+        row_loop._Need(500, 500, "eve"),
+        *(row_loop._Need(5, 5, "eve") for _ in range(8)),
+        row_loop._Need(20, 20, "ann"),
+    ]
+    assert row_loop._shares(64, needs) == [32, 5, 5, 2, 0, 0, 0, 0, 0, 20]
+
+
 @pytest.mark.parametrize(
     ("block", "needs", "shares"),
     [

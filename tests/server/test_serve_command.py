@@ -155,7 +155,8 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     flags = "--port 0 --mode baseline --no-batching --max-rows 3 --batch-tokens 999 --max-waiting 7 "
     flags += "--timeout 1.5 --shutdown-timeout 2 --max-request-bytes 1MB --default-max-tokens 9 "
     flags += "--read-timeout 3.5 --keep-alive 4.5 --max-messages 11 "
-    flags += "--max-prompt-characters 12 --max-waiting-per-key 5 --cors https://a.example --cors https://b.example --log-prompts --max-chunks 4 "
+    flags += "--max-prompt-characters 12 --max-waiting-per-key 5 --log-prompts --max-chunks 4 "
+    flags += "--cors https://a.example --cors https://b.example "
     flags += "--allowed-host kv.example --api-key a:b --api-key c --admin-key d"
     outcome = serve(str(tmp_path / "folder"), *flags.split())
     assert isinstance(outcome.exception, StopError)

@@ -113,7 +113,11 @@ def size(value: Any) -> int:
 )
 @click.option("--max-request-bytes", type=size, metavar="SIZE", default="4MB", show_default=True)
 @click.option(
-    "--max-messages", type=click.IntRange(1), default=4096, show_default=True, help="Messages of one chat."
+    "--max-messages",
+    type=click.IntRange(1, 16_384),
+    default=4096,
+    show_default=True,
+    help="Messages of one chat.",
 )
 @click.option(
     "--max-prompt-characters",

@@ -23,7 +23,7 @@ from kvboost.errors import KVBoostError
 from kvboost.server import cache_routes, completion_routes, info_routes
 from kvboost.server.access import AccessLog, note_failure
 from kvboost.server.answers import ChatChunk
-from kvboost.server.errors import ApiError, as_api_error
+from kvboost.server.errors import ApiError, as_api_error, of_validation
 from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest, ErrorBody
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
@@ -82,9 +82,7 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
 
 async def _told(_request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        name = str(first["loc"][-1])
-        return ApiError(400, f"{name}: {first['msg']}", param=name, code="invalid_value").response()
+        return of_validation(error).response()
     told = as_api_error(error)
     note_failure(told, error)
     return told.response()

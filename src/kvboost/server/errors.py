@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from kvboost.errors import InvalidRequestError
+from kvboost.errors import InvalidRequestError, PromptTooLongError
 from kvboost.server.field_rules import UNSUPPORTED
 from kvboost.server.schemas import ErrorBody, ErrorDetails
 from kvboost.server.worker import QueueFullError, RequestTimeoutError, ShuttingDownError
@@ -81,6 +81,8 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
     """What a client is told of `error`; `param` is the field that was read when it came up."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, f"{param}: {error}", param=param, code="context_length_exceeded")
     if isinstance(error, InvalidRequestError):
         message = str(error) if param is None else f"{param}: {error}"
         return ApiError(400, message, param=param, code="invalid_value")

@@ -85,13 +85,12 @@ class Readers:
         self._bytes: Counter[str] = Counter()
         self._running: Counter[str] = Counter()  # threads
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # tenants take turns
-        self.refused = 0
 
     @contextmanager
     def reading(self, tenant: str, timeout_s: float) -> Iterator[Reading]:
         """A place for one request; refused where the tenant has too many."""
         if self._reading[tenant] >= self._max_reading:
-            raise self._refusal("requests")
+            raise _refusal("requests")
         reading = Reading(self, tenant, time.monotonic() + timeout_s)
         self._reading[tenant] += 1
         try:
@@ -104,17 +103,8 @@ class Readers:
         """Book bytes; refused where the tenant, or all together, would have too many."""
         mine, all_of_them = self._bytes[tenant] + count, self._bytes.total() + count
         if count > 0 and (mine > self._max_bytes // _SHARE or all_of_them > self._max_bytes):
-            raise self._refusal("bytes of requests")
+            raise _refusal("bytes of requests")
         _take(self._bytes, tenant, -count)
-
-    def _refusal(self, what: str) -> ApiError:
-        self.refused += 1
-        return ApiError(
-            429,
-            f"too many {what} at once; try again in {_RETRY_S} s",
-            code="too_many_requests",
-            headers={"Retry-After": _RETRY_S},
-        )
 
     async def run(self, reading: Reading, work: Callable[[], T]) -> T:
         """What `work` gives. Whoever waits for it may be cancelled: then it ends at its next step."""
@@ -202,6 +192,15 @@ def _take(counts: Counter[str], name: str, count: int) -> None:
     counts[name] -= count
     if counts[name] <= 0:
         del counts[name]
+
+
+def _refusal(what: str) -> ApiError:
+    return ApiError(
+        429,
+        f"too many {what} at once; try again in {_RETRY_S} s",
+        code="too_many_requests",
+        headers={"Retry-After": _RETRY_S},
+    )
 
 
 def too_slow() -> ApiError:

@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvboost.server.field_rules import Between, Expected, Refused
+from kvboost.server.field_rules import EXPECTED, Between, Expected, Refused
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 16_384
 _MAX_SALT = 512
 _SEEDS = 2**63
 
@@ -51,6 +52,18 @@ def _as_bool(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError
     return value
+
+
+def _not_too_many(messages: Any) -> Any:
+    """Refuse more messages, and parts of them, than can be looked at without holding others up."""
+    if not isinstance(messages, list):
+        return messages
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    count = len(contents) + sum(len(each) for each in contents if isinstance(each, list))
+    if count > MAX_MESSAGES:
+        words = f"at most {MAX_MESSAGES} messages, with the parts of all of them"
+        raise PydanticCustomError(EXPECTED, "must be {expected}", {"expected": words})
+    return messages
 
 
 # --- parts of requests -----------------------------------------------------------------------
@@ -117,7 +130,11 @@ class TextFormat(Body):
 
 Parts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 Content = Annotated[str | Parts, Expected('text, or a list of {"type": "text", "text": ...} parts')]
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_not_too_many),
+]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvboost.errors import InvalidRequestError
 from kvboost.models import GenerationMode
+from kvboost.server.schemas import MAX_MESSAGES
 from kvboost.settings import choice
 
 _COUNTS = (
@@ -84,6 +85,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1, got {value}")
+        if self.max_messages > MAX_MESSAGES:
+            raise InvalidRequestError(f"max_messages can be at most {MAX_MESSAGES}, got {self.max_messages}")
         for name in ("timeout_s", "read_timeout_s", "keep_alive_s"):
             if not getattr(self, name) > 0:
                 raise InvalidRequestError(f"{name} must be greater than 0, got {getattr(self, name)}")
