@@ -611,9 +611,9 @@ def test_a_smaller_budget_next_time_shrinks_the_file(disk_engine: MakeEngine) ->
     with disk_engine(disk_cache_bytes=20 * SLOT_BYTES) as one:
         for text in texts:
             one.warm(text)
-    for slots in (5, 1, 12):
+    for slots, there in ((5, 5), (1, 1), (12, 1)):  # a larger one lets it grow again
         with disk_engine(disk_cache_bytes=slots * SLOT_BYTES) as engine:
-            assert slots_of(engine).stat().st_size == slots * SLOT_BYTES
+            assert slots_of(engine).stat().st_size == there * SLOT_BYTES
             assert len(tier_of(engine)) <= slots
             for text in texts:
                 answers_as_baseline(engine, [*text, 7])
@@ -775,12 +775,10 @@ def test_clear_forgets_the_disk_too(disk_engine: MakeEngine) -> None:
     engine.warm(text)
     go_cold(engine)
     answer(engine, [*text[:32], 7])  # some warm, some cold
-    size = slots_of(engine).stat().st_size
     engine.clear()
     stats = engine.cache_stats()
     assert (stats["chunks"], stats["chunks_on_disk_only"], stats["disk"]["chunks"]) == (0, 0, 0)
-    assert slots_of(engine).stat().st_size == size
-    assert not any(slots_of(engine).read_bytes())  # the text is gone, not only its entry
+    assert slots_of(engine).stat().st_size == 0  # the text is gone, not only its entry
     assert answers_as_baseline(engine, [*text, 7]).cached_tokens == 0
     go_cold(engine)
     assert answers_as_baseline(engine, [*text, 7]).cached_tokens == 64

@@ -85,6 +85,7 @@ class Job:
     seed: int
     seconds: float
     report: str  # a file that says what went wrong
+    grows: bool = False
 
 
 def work(job: Job) -> None:
@@ -92,7 +93,7 @@ def work(job: Job) -> None:
     draw = random.Random(job.seed)
     until = time.monotonic() + job.seconds
     while time.monotonic() < until:
-        with DiskTier(job.folder, max_chunks=job.max_chunks, slot_bytes=SLOT_BYTES) as tier:
+        with DiskTier(job.folder, max_chunks=job.max_chunks, slot_bytes=SLOT_BYTES, grows=job.grows) as tier:
             for _ in range(draw.randrange(20, 200)):
                 if time.monotonic() >= until:
                     return
