@@ -90,10 +90,10 @@ def let_all_read(folder: Path) -> None:
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def run(program: str, folder: Path) -> str:
+def run(program: str, folder: Path, *within: str) -> str:
     """Run it in a process that may drop to another user; returns what was logged."""
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, str(folder)],
+        [*within, sys.executable, "-c", PRELUDE + program, str(folder)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -120,6 +120,31 @@ def test_a_folder_that_its_owner_closed_for_writing(folder: Path) -> None:
     folder.chmod(0o500)
     before = state_of(folder)
     run(TIER, folder)
+    assert state_of(folder) == before
+
+
+def test_a_file_system_that_is_mounted_for_reading_only(folder: Path) -> None:
+    """For root too. The mount is seen by the program alone."""
+    mount = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1"'
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(
+            ["unshare", "-m", "sh", "-c", mount, "-", str(folder)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting is not allowed here")
+    before = state_of(folder)
+    run(
+        TIER.replace("drop()", ""),
+        folder,
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'{mount} && shift && exec "$@"',
+        "-",
+        str(folder),
+    )
     assert state_of(folder) == before
 
 
