@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,11 +99,21 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
 
 
 @contextmanager
-def running(engine: KVBoost, **settings: Any) -> Iterator[Running]:
+def _with_send_buffer(sock: socket.socket, size: int | None) -> Iterator[None]:
+    """Connections of a listening socket inherit its buffers."""
+    if size is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+    yield
+
+
+@contextmanager
+def running(engine: KVBoost, *, send_bytes: int | None = None, **settings: Any) -> Iterator[Running]:
+    """A server; `send_bytes` is what the system takes of an answer that nobody reads."""
     options = {"model_name": MODEL, "shutdown_timeout_s": 0.0, **settings}
     server = make_server(engine, ServerSettings(**options))
     with (
         listening_socket("127.0.0.1", 0) as sock,
+        _with_send_buffer(sock, send_bytes),
         in_background(server, sock) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):

@@ -102,14 +102,15 @@ def test_a_tenant_may_have_so_many_at_once() -> None:
 def test_a_tenant_may_hold_half_of_the_bytes() -> None:
     async def scenario(readers: Readers) -> None:
         with readers.reading("a", 10) as one, readers.reading("b", 10) as other:
-            one.hold(readers._max_bytes // 2)
+            readers.hold("a", readers._max_bytes // 2)
             with pytest.raises(ApiError, match="too many bytes"):
-                one.hold(1)
-            other.hold(readers._max_bytes // 2)
+                await one.hold(1)
+            await other.hold(readers._max_bytes // 2)
             with readers.reading("c", 10) as third, pytest.raises(ApiError):
-                third.hold(1)
+                await third.hold(1)
+            readers.hold("a", -readers._max_bytes // 2)
         with readers.reading("a", 10) as one:
-            one.hold(1_000)
+            await one.hold(1_000)
 
     run(scenario)
 
@@ -117,7 +118,7 @@ def test_a_tenant_may_hold_half_of_the_bytes() -> None:
 def test_large_bodies_fit_in_any_case() -> None:
     async def scenario(readers: Readers) -> None:
         with readers.reading("a", 10) as one:
-            one.hold(500_000_000)
+            await one.hold(500_000_000)
 
     run(scenario, max_body_bytes=500_000_000)
 
@@ -199,6 +200,53 @@ def test_work_ends_when_nobody_waits_for_it() -> None:
         while not ended or readers._running:
             await asyncio.sleep(0.005)
         assert await read(readers, "a", lambda: 1) == 1
+
+    run(scenario)
+
+
+def test_a_tenant_has_little_time_while_others_are_served() -> None:
+    """A thread that runs Python keeps the model from running: a tenth of the time is what each may take."""
+
+    async def scenario(readers: Readers) -> None:
+        done = 0
+
+        def work() -> None:
+            nonlocal done
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            done += 1
+
+        async def flood(until: float) -> None:
+            while time.monotonic() < until:
+                await read(readers, "a", work)
+
+        with readers.reading("b", 10):
+            await asyncio.gather(*(flood(time.monotonic() + 2.0) for _ in range(4)))
+        assert done * 0.02 <= 0.3 + 0.1 * 2.5 + 0.3 + 0.1
+        before = done
+        await asyncio.gather(*(flood(time.monotonic() + 1.0) for _ in range(4)))
+        assert (done - before) * 0.02 > 0.5, "alone it may take its time"
+
+    run(scenario)
+
+
+def test_bytes_take_time_too() -> None:
+    async def scenario(readers: Readers) -> None:
+        with readers.reading("b", 10), readers.reading("a", 10) as reading:
+            started = time.monotonic()
+            for _ in range(70):
+                await reading.hold(1_000_000)
+                readers.hold("a", -1_000_000)
+                reading._held_bytes = 0
+            assert time.monotonic() - started > 0.3
+        with readers.reading("a", 10) as reading:
+            started = time.monotonic()
+            for _ in range(70):
+                await reading.hold(1_000_000)
+                readers.hold("a", -1_000_000)
+                reading._held_bytes = 0
+            assert time.monotonic() - started < 0.3
 
     run(scenario)
 

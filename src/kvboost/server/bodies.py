@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from kvboost.server.connection import ClientGoneError
 from kvboost.server.errors import ApiError, of_validation
 from kvboost.server.readers import Reading, too_slow
-from kvboost.server.schemas import Body
+from kvboost.server.schemas import MAX_MESSAGES, Body
 
 B = TypeVar("B", bound=Body)
 
@@ -30,29 +30,31 @@ async def read_body(request: Request, max_bytes: int, reading: Reading) -> bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_long(max_bytes)
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     try:
         with anyio.fail_after(max(0.0, reading.until - time.monotonic())):
             async for part in request.stream():
-                reading.hold(len(part))
-                body += part
-                if len(body) > max_bytes:
+                parts.append(part)
+                size += len(part)
+                if size > max_bytes:
                     raise _too_long(max_bytes)
+                await reading.hold(len(part))
     except ClientDisconnect as error:
         raise ClientGoneError from error
     except TimeoutError as error:
         raise too_slow() from error
-    return bytes(body)
+    return b"".join(parts)
 
 
 def _too_long(max_bytes: int) -> ApiError:
     return ApiError(413, f"a request may have at most {max_bytes} bytes", code="request_too_large")
 
 
-def parse(kind: type[B], raw: bytes) -> B:
+def parse(kind: type[B], raw: bytes, max_messages: int = MAX_MESSAGES) -> B:
     """The body as `kind`; what is wrong with it is told by field."""
     try:
-        return kind.model_validate_json(raw)
+        return kind.model_validate_json(raw, context={"max_messages": max_messages})
     except ValidationError as error:
         raise of_validation(error) from None
 

@@ -155,7 +155,7 @@ async def _with_prompt(
         raw = await read_body(request, settings.max_request_bytes, reading)
 
         def parsed() -> T:
-            body = parse(CacheRequest, raw)
+            body = parse(CacheRequest, raw, settings.max_messages)
             salt = service.salt_of(caller, body.cache_salt, body.key_salt)
             try:
                 return work(body, salt, reading)

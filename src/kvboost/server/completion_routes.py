@@ -107,7 +107,7 @@ def _read(
     service: Service, caller: Caller, kind: type[Generation], raw: bytes, reading: Reading
 ) -> tuple[Generation, list[Draft]]:
     """Takes time, so a thread does it."""
-    body = parse(kind, raw)
+    body = parse(kind, raw, service.settings.max_messages)
     service.check_model(body.model)
     drafts = read_drafts(service, body, service.salt_of(caller, body.cache_salt), reading)
     if service.settings.log_prompts:

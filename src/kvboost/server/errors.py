@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from kvboost.errors import InvalidRequestError, PromptTooLongError
-from kvboost.server.field_rules import UNSUPPORTED
+from kvboost.server.field_rules import TOO_MANY, UNSUPPORTED
 from kvboost.server.schemas import ErrorBody, ErrorDetails
 from kvboost.server.worker import QueueFullError, RequestTimeoutError, ShuttingDownError
 
@@ -124,6 +124,12 @@ def of_validation(error: ValidationError | RequestValidationError) -> ApiError:
         return ApiError(400, f"{param} is not a known field", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
+    if kind == TOO_MANY:
+        message = (
+            f"{param}: {context['count']} messages and parts are more than the {context['most']} that this "
+            "server takes; leave out or join the oldest"
+        )
+        return ApiError(400, message, param=param, code="too_many_messages")
     words = _IN_WORDS.get(kind, "is not valid").format(**context)
     return ApiError(400, f"{param} {words}{_got(found)}", param=param, code="invalid_value")
 

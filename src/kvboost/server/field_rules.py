@@ -14,7 +14,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Validati
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-EXPECTED, UNSUPPORTED = "expected", "unsupported"
+EXPECTED, UNSUPPORTED, TOO_MANY = "expected", "unsupported", "too_many"
 _LISTED = 100  # errors within a field: a body can have hundreds of thousands, and listing them takes long
 
 

@@ -1,9 +1,11 @@
 """Reading requests: a few threads that tenants share, and an end for all that takes too long.
 
 From the first byte of its body until it is queued for the model a request is being read. A tenant has a
-share of the threads, of the bytes that are held meanwhile, and of the places; one that goes beyond it is told
-to come back later, and the others notice nothing. Work whose client has gone or whose time is up ends at its
-next step. Used from one event loop. Knows tenants and bytes, no request and no model.
+share of the threads, of their time, of the bytes that are held meanwhile, and of the places; one that goes
+beyond it waits, or is told to come back later, and the others notice nothing. Time matters most: while one
+thread runs Python, that of the model gets hardly a turn at the interpreter. Work whose client has gone or
+whose time is up ends at its next step. Used from one event loop. Knows tenants and bytes, no request and no
+model.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ from kvboost.errors import KVBoostError
 from kvboost.server.errors import ApiError
 
 T = TypeVar("T")
-THREADS = 4  # tokenizing holds no lock for long, and every thread more has memory of its own
+THREADS = 4
 _SHARE = 2  # a tenant may have one part in so many of what there is
 _MOST_BYTES = 64_000_000  # of bodies that are held at once, or so many of the largest
 _LEAST_BODIES = 4
 _RETRY_S = "1"
+_PACE = 0.1  # seconds of reading that a tenant gets in every second while others are being served
+_AT_ONCE_S = 0.3  # of it that it can save up, and that it can owe
+_LOOK_S = 0.02  # how often it is looked whether a tenant may go on
+_BYTE_S = 5e-9  # that the event loop spends on a byte of a body
 
 
 class _StoppedError(KVBoostError):
@@ -50,10 +56,11 @@ class Reading:
         if time.monotonic() > self.until:
             raise too_slow()
 
-    def hold(self, count: int) -> None:
-        """So many more bytes of its body are there."""
+    async def hold(self, count: int) -> None:
+        """So many more bytes of its body are there; the next ones wait until the tenant may go on."""
         self._readers.hold(self.tenant, count)
         self._held_bytes += count
+        await self._readers.pause(self.tenant)
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` gives, done in a thread when it is the tenant's turn."""
@@ -73,18 +80,43 @@ class _Job:
     answer: asyncio.Future[Any]
 
 
+class Allowance:
+    """Seconds that tenants may spend: `_PACE` in every second, and some that were saved up."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, float]] = {}  # seconds, and when that was
+
+    def left(self, tenant: str) -> float:
+        seconds, then = self._left.get(tenant, (_AT_ONCE_S, 0.0))
+        return min(_AT_ONCE_S, seconds + _PACE * (time.monotonic() - then))
+
+    def spend(self, tenant: str, seconds: float) -> None:
+        left = max(-_AT_ONCE_S, self.left(tenant) - seconds)
+        self._left[tenant] = left, time.monotonic()
+        for other in [name for name in self._left if self.left(name) >= _AT_ONCE_S]:
+            del self._left[other]
+
+
 class Readers:
     """The threads, and who may use them."""
 
-    def __init__(self, max_reading: int, max_body_bytes: int) -> None:
-        """A tenant may have `max_reading` requests being read, of `max_body_bytes` each at most."""
+    def __init__(
+        self, max_reading: int, max_body_bytes: int, served: Callable[[], set[str]] = lambda: set()
+    ) -> None:
+        """A tenant may have `max_reading` requests being read, of `max_body_bytes` each at most.
+
+        `served` are the tenants whose requests were read and are not answered yet.
+        """
         self._max_reading = max_reading
         self._max_bytes = max(_MOST_BYTES, _SHARE * _LEAST_BODIES * max_body_bytes)
+        self._served = served
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvboost-read")
         self._reading: Counter[str] = Counter()  # requests, by tenant
         self._bytes: Counter[str] = Counter()
         self._running: Counter[str] = Counter()  # threads
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # tenants take turns
+        self._allowance = Allowance()
+        self._look_again: asyncio.TimerHandle | None = None
 
     @contextmanager
     def reading(self, tenant: str, timeout_s: float) -> Iterator[Reading]:
@@ -105,6 +137,12 @@ class Readers:
         if count > 0 and (mine > self._max_bytes // _SHARE or all_of_them > self._max_bytes):
             raise _refusal("bytes of requests")
         _take(self._bytes, tenant, -count)
+        self._allowance.spend(tenant, max(0, count) * _BYTE_S)
+
+    async def pause(self, tenant: str) -> None:
+        """Wait until a tenant may go on."""
+        while self._allowance.left(tenant) <= 0 and not self._others() <= {tenant}:
+            await asyncio.sleep(_LOOK_S)
 
     async def run(self, reading: Reading, work: Callable[[], T]) -> T:
         """What `work` gives. Whoever waits for it may be cancelled: then it ends at its next step."""
@@ -123,28 +161,42 @@ class Readers:
 
     def _dispatch(self) -> None:
         """Give free threads to the tenants whose turn it is."""
+        loop = asyncio.get_running_loop()
         while self._running.total() < THREADS and (job := self._next()) is not None:
-            tenant = job.reading.tenant
-            self._running[tenant] += 1
-            loop = asyncio.get_running_loop()
-            self._pool.submit(_work, job, loop, lambda tenant=tenant: self._finished(tenant))  # type: ignore[misc]
+            self._running[job.reading.tenant] += 1
+            self._pool.submit(_work, job, loop, self._finished)
+        if self._look_again is not None:
+            self._look_again.cancel()
+        self._look_again = loop.call_later(_LOOK_S, self._dispatch) if self._waiting else None
 
     def _next(self) -> _Job | None:
+        """The job whose turn it is; jobs that nobody waits for are dropped."""
+        others = self._others()
         for tenant, jobs in list(self._waiting.items()):
-            if self._running[tenant] >= THREADS // _SHARE:
+            while jobs and jobs[0].answer.done():
+                jobs.popleft()
+            if jobs and not self._may_go_on(tenant, others):
                 continue
-            job: _Job | None = None
-            while jobs and job is None:
-                first = jobs.popleft()
-                job = None if first.answer.done() else first
             del self._waiting[tenant]
             if jobs:
-                self._waiting[tenant] = jobs  # to the end of the line
-            if job is not None:
+                job = jobs.popleft()
+                if jobs:
+                    self._waiting[tenant] = jobs  # to the end of the line
                 return job
         return None
 
-    def _finished(self, tenant: str) -> None:
+    def _others(self) -> set[str]:
+        """All tenants that are being served."""
+        return self._served() | self._reading.keys()
+
+    def _may_go_on(self, tenant: str, others: set[str]) -> bool:
+        """Whether a tenant has a thread left, and time; with nobody else there it may take its time."""
+        if self._running[tenant] >= THREADS // _SHARE:
+            return False
+        return others <= {tenant} or self._allowance.left(tenant) > 0
+
+    def _finished(self, tenant: str, seconds: float) -> None:
+        self._allowance.spend(tenant, seconds)
         _take(self._running, tenant, 1)
         self._dispatch()
 
@@ -153,8 +205,9 @@ class Readers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[], None]) -> None:
+def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[str, float], None]) -> None:
     """In a thread."""
+    started = time.thread_time()
     found: Any = None
     error: BaseException | None = None
     try:
@@ -162,20 +215,18 @@ def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[], Non
         found = job.work()
     except BaseException as raised:  # whatever it is, whoever waits is to know
         error = raised
+
+    def settle(seconds: float) -> None:
+        if error is not None:
+            _fail(job.answer, error)
+        elif not job.answer.done():
+            job.answer.set_result(found)
+        finished(job.reading.tenant, seconds)
+
     try:
-        loop.call_soon_threadsafe(_settle, job.answer, found, error, finished)
+        loop.call_soon_threadsafe(settle, time.thread_time() - started)
     except RuntimeError:
         return  # the loop is closed, and nobody waits
-
-
-def _settle(
-    answer: asyncio.Future[Any], found: Any, error: BaseException | None, finished: Callable[[], None]
-) -> None:
-    if error is not None:
-        _fail(answer, error)
-    elif not answer.done():
-        answer.set_result(found)
-    finished()
 
 
 def _has_result(answer: asyncio.Future[Any]) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvboost.server.field_rules import EXPECTED, Between, Expected, Refused
+from kvboost.server.field_rules import TOO_MANY, Between, Expected, Refused
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 16_384
@@ -32,9 +32,9 @@ class Body(BaseModel):
     @classmethod
     def _leave_out_nulls(cls, data: Any) -> Any:
         """Also leaves out all unknown fields but the first, which is the one that the error names."""
-        if not isinstance(data, dict):
+        known = cls.__pydantic_fields__.keys()
+        if not isinstance(data, dict) or (data.keys() <= known and None not in data.values()):
             return data
-        known = cls.model_fields
         kept = {name: value for name, value in data.items() if value is not None and name in known}
         for name, value in data.items():
             if value is not None and name not in known:
@@ -54,15 +54,16 @@ def _as_bool(value: Any) -> bool:
     return value
 
 
-def _not_too_many(messages: Any) -> Any:
-    """Refuse more messages, and parts of them, than can be looked at without holding others up."""
+def _not_too_many(messages: Any, info: ValidationInfo) -> Any:
+    """Refuse too many messages and parts of them before any is looked at, which would hold others up."""
     if not isinstance(messages, list):
         return messages
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
     count = len(contents) + sum(len(each) for each in contents if isinstance(each, list))
-    if count > MAX_MESSAGES:
-        words = f"at most {MAX_MESSAGES} messages, with the parts of all of them"
-        raise PydanticCustomError(EXPECTED, "must be {expected}", {"expected": words})
+    most = (info.context or {}).get("max_messages", MAX_MESSAGES)
+    if count > most:
+        told = {"count": count, "most": most}
+        raise PydanticCustomError(TOO_MANY, "{count} messages and parts are more than {most}", told)
     return messages
 
 

@@ -54,7 +54,9 @@ class Service:
             max_waiting_per_tenant=settings.share_of_the_queue,
             has_tenants=settings.has_tenants,
         )
-        self.readers = Readers(settings.share_of_the_queue, settings.max_request_bytes)
+        self.readers = Readers(
+            settings.share_of_the_queue, settings.max_request_bytes, lambda: self.worker.tenants
+        )
         self._looking = CapacityLimiter(_LOOKERS)
         batch = self.worker.batch
         sizes = [engine.max_positions, None if batch is None else batch.max_tokens]
@@ -85,18 +87,11 @@ class Service:
             raise as_api_error(error, field) from error
 
     def _check_size(self, prompt: AnyPrompt, field: str) -> None:
-        messages = [each for each in prompt if isinstance(each, dict)]
-        if len(messages) > self.settings.max_messages:
-            raise ApiError(
-                400,
-                f"{field}: {len(messages)} messages are more than the {self.settings.max_messages} that this "
-                "server takes; leave out or join the oldest",
-                param=field,
-                code="too_many_messages",
-            )
         most = self._max_characters
-        texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in messages]
-        size = sum(map(len, texts))
+        if isinstance(prompt, str):
+            size = len(prompt)
+        else:
+            size = sum(len(each["content"]) for each in prompt if isinstance(each, dict))
         if most is not None and size > most:
             raise ApiError(
                 400,

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -138,6 +138,11 @@ class FairQueue:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def tenants(self) -> Iterable[str]:
+        """Those who wait."""
+        return self._tenants.keys()
+
     def waiting(self, tenant: str) -> int:
         """How many of a tenant's requests wait."""
         return len(self._tenants.get(tenant, ()))
@@ -255,6 +260,12 @@ class Worker:
             self._stats.refused += 1
             is_own = own >= self._queue.share
             raise QueueFullError(own if is_own else len(self._queue), self._retry_after_s(), own=is_own)
+
+    @property
+    def tenants(self) -> set[str]:
+        """Tenants whose requests wait or run."""
+        with self._wake:
+            return {*self._queue.tenants, *(ticket.tenant for ticket in self._running)}
 
     @property
     def max_choices(self) -> int:

@@ -1,0 +1,144 @@
+"""64 hostile clients, and one who asks short questions meanwhile: it hardly notices.
+
+`make test` has half a minute of it, `make soak` ten (KVBOOST_SOAK_MINUTES sets another time; the result is
+kept where it was at least ten).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvboost.bench.serve import KVBOOST_COMMAND
+from kvboost.bench.server_process import ServerProcess
+from kvboost.bench.stream_client import ask
+from tests.equivalence.proofs import write_result
+from tests.soak.hostile_load import (
+    FLOODER,
+    HOSTILE_CLIENTS,
+    VANDAL,
+    VICTIM,
+    look_around,
+    short_requests,
+    under_attack,
+)
+
+for needed in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(needed)
+
+MINUTES = float(os.environ.get("KVBOOST_SOAK_MINUTES", "10"))
+WHOLE_MINUTES = 10.0
+MODEL, ADMIN = "hostile", "root"
+SHORT_S = 25.0
+SETTLE_S = 5.0  # until all of them are at it
+ASKED = 20
+MEDIAN_TIMES, WORST_TIMES = 3.0, 6.0  # of its time alone plus one step
+LOOK_S = 1.0
+MAX_GROWTH = 0.05
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    command = [*KVBOOST_COMMAND, "serve", "builtin", "--served-model-name", MODEL, "--port", "{port}"]
+    for key in (VICTIM, FLOODER, VANDAL):
+        command += ["--api-key", f"{key}:{key}"]
+    command += ["--admin-key", ADMIN, "--timeout", "20", "--max-chunks", "100"]
+    process = ServerProcess(command, ready_path="/ready", environment={"HF_HUB_OFFLINE": "1"})
+    yield process
+    process.stop()
+
+
+async def steps_of(server: ServerProcess) -> int:
+    reply = await ask(server.address, "/v1/cache/stats", headers={"Authorization": f"Bearer {ADMIN}"})
+    assert reply.status == 200
+    steps: int = reply.json["batch"]["steps"]
+    return steps
+
+
+async def attacked(server: ServerProcess, seconds: float, rounds: int) -> dict[str, Any]:
+    """Short requests alone, then among hostile clients, `ASKED` in each of `rounds`."""
+    await server.wait_until_ready(180.0)
+    await short_requests(server.address, MODEL, 3, 0.0, seed=999)
+    alone = await short_requests(server.address, MODEL, ASKED, 0.05, seed=998)
+    found: dict[str, Any] = {"alone": alone, "rounds": [], "steps_s": [], "rss_mb": []}
+    over = asyncio.Event()
+    with under_attack(server.address, MODEL, seconds) as counts:
+        await asyncio.sleep(SETTLE_S)
+        looking = asyncio.ensure_future(look_around(server.address, ADMIN, over.is_set))
+        loop = asyncio.get_running_loop()
+        span_s = (seconds - SETTLE_S - 2) / rounds
+        for number in range(rounds):
+            started, steps = loop.time(), await steps_of(server)
+            pause_s = max(0.05, span_s / ASKED / 2)
+            found["rounds"].append(await short_requests(server.address, MODEL, ASKED, pause_s, seed=number))
+            found["steps_s"].append((loop.time() - started) / max(1, await steps_of(server) - steps))
+            found["rss_mb"].append(server.rss_bytes / 2**20)
+            await asyncio.sleep(max(0.0, started + span_s - loop.time()))
+        over.set()
+        found["looks"] = await looking
+        found["hostile"] = await asyncio.to_thread(counts)
+    found["after"] = await short_requests(server.address, MODEL, 3, 0.0, seed=997)
+    return found
+
+
+def check(found: dict[str, Any], server: ServerProcess) -> dict[str, Any]:
+    """All that must hold; returns the summary."""
+    for replies in (found["alone"], *found["rounds"], found["after"]):
+        assert [reply.status for reply in replies] == [200] * len(replies), replies
+        assert all(reply.is_answered for reply in replies), replies
+    alone_s = statistics.median(reply.ttft_s for reply in found["alone"])
+    rounds = []
+    for replies, step_s in zip(found["rounds"], found["steps_s"], strict=True):
+        times = [reply.ttft_s for reply in replies]
+        base_s = alone_s + step_s
+        rounds.append(
+            {
+                "step_ms": round(step_s * 1e3, 1),
+                "median_ms": round(statistics.median(times) * 1e3, 1),
+                "worst_ms": round(max(times) * 1e3, 1),
+                "median_times": round(statistics.median(times) / base_s, 2),
+                "worst_times": round(max(times) / base_s, 2),
+            }
+        )
+    rss = found["rss_mb"]
+    summary = {
+        "hostile_clients": HOSTILE_CLIENTS,
+        "hostile": dict(sorted(found["hostile"].items())),
+        "alone_ms": round(alone_s * 1e3, 1),
+        "rounds": rounds,
+        "longest_look_ms": {route: round(s * 1e3, 1) for route, s in found["looks"].items()},
+        "rss_mb": [round(each) for each in rss],
+    }
+    assert max(each["median_times"] for each in rounds) <= MEDIAN_TIMES, summary
+    assert max(each["worst_times"] for each in rounds) <= WORST_TIMES, summary
+    assert max(found["looks"].values()) <= LOOK_S, summary
+    assert sum(count for name, count in found["hostile"].items() if name.endswith(" 429")) > 0, summary
+    assert sum(count for name, count in found["hostile"].items() if name.endswith(" 500")) == 0, summary
+    assert "Traceback" not in server.log, server.log[server.log.index("Traceback") :][:3000]
+    return summary
+
+
+@pytest.mark.real_model
+@pytest.mark.timed
+def test_a_short_request_among_hostile_clients(server: ServerProcess) -> None:
+    summary = check(asyncio.run(attacked(server, SHORT_S, rounds=1)), server)
+    assert summary["hostile"]["vanished"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.real_model
+def test_hostile_clients_for_ten_minutes(server: ServerProcess) -> None:
+    rounds = max(4, round(MINUTES * 2))
+    found = asyncio.run(attacked(server, MINUTES * 60, rounds))
+    summary = check(found, server)
+    rss = summary["rss_mb"]
+    quarter = len(rss) // 4 or 1
+    summary["rss_growth"] = round(max(rss[quarter:]) / max(rss[: quarter + 1]) - 1, 4)
+    assert summary["rss_growth"] <= MAX_GROWTH, summary
+    if MINUTES >= WHOLE_MINUTES:
+        write_result("soak-hostile", summary, summary.pop("rounds"))
