@@ -151,7 +151,7 @@ async def short_requests(address: Address, model: str, count: int, pause_s: floa
     """Short prompts that nobody has sent before, one after the other."""
     replies = []
     for number in range(count):
-        body = _chat(model, f"Request {seed}.{number}: what is the capital of France?", max_tokens=4)
+        body = _chat(model, f"Request {seed}.{number}: what is the capital of France?", max_tokens=1)
         fields = {**json.loads(body), "stream": True, "temperature": 0}
         replies.append(await ask(address, CHAT, fields, headers={"Authorization": f"Bearer {VICTIM}"}))
         await asyncio.sleep(pause_s)

@@ -29,9 +29,11 @@ _SHARE = 2  # a tenant may have one part in so many of what there is
 _MOST_BYTES = 64_000_000  # of bodies that are held at once, or so many of the largest
 _LEAST_BODIES = 4
 _RETRY_S = "1"
-_PACE = 0.1  # seconds of reading that a tenant gets in every second while others are being served
+_PACE = 0.05  # seconds of reading that a tenant gets in every second while others are being served
 _AT_ONCE_S = 0.3  # of it that it can save up, and that it can owe
 _LOOK_S = 0.02  # how often it is looked whether a tenant may go on
+_MOST_PAUSED = 16  # requests of a tenant that has spent its time
+_LONGEST_PAUSE_S = 0.25  # the others may be gone then
 _BYTE_S = 5e-9  # that the event loop spends on a byte of a body
 
 
@@ -121,7 +123,8 @@ class Readers:
     @contextmanager
     def reading(self, tenant: str, timeout_s: float) -> Iterator[Reading]:
         """A place for one request; refused where the tenant has too many."""
-        if self._reading[tenant] >= self._max_reading:
+        most = self._max_reading if self._has_time(tenant) else min(_MOST_PAUSED, self._max_reading)
+        if self._reading[tenant] >= most:
             raise _refusal("requests")
         reading = Reading(self, tenant, time.monotonic() + timeout_s)
         self._reading[tenant] += 1
@@ -141,8 +144,9 @@ class Readers:
 
     async def pause(self, tenant: str) -> None:
         """Wait until a tenant may go on."""
-        while self._allowance.left(tenant) <= 0 and not self._others() <= {tenant}:
-            await asyncio.sleep(_LOOK_S)
+        while not self._has_time(tenant):
+            owed_s = -self._allowance.left(tenant) / _PACE
+            await asyncio.sleep(min(max(owed_s, _LOOK_S), _LONGEST_PAUSE_S))
 
     async def run(self, reading: Reading, work: Callable[[], T]) -> T:
         """What `work` gives. Whoever waits for it may be cancelled: then it ends at its next step."""
@@ -171,11 +175,11 @@ class Readers:
 
     def _next(self) -> _Job | None:
         """The job whose turn it is; jobs that nobody waits for are dropped."""
-        others = self._others()
         for tenant, jobs in list(self._waiting.items()):
             while jobs and jobs[0].answer.done():
                 jobs.popleft()
-            if jobs and not self._may_go_on(tenant, others):
+            has_threads = self._running[tenant] < THREADS // _SHARE
+            if jobs and not (has_threads and self._has_time(tenant)):
                 continue
             del self._waiting[tenant]
             if jobs:
@@ -185,15 +189,9 @@ class Readers:
                 return job
         return None
 
-    def _others(self) -> set[str]:
-        """All tenants that are being served."""
-        return self._served() | self._reading.keys()
-
-    def _may_go_on(self, tenant: str, others: set[str]) -> bool:
-        """Whether a tenant has a thread left, and time; with nobody else there it may take its time."""
-        if self._running[tenant] >= THREADS // _SHARE:
-            return False
-        return others <= {tenant} or self._allowance.left(tenant) > 0
+    def _has_time(self, tenant: str) -> bool:
+        """Whether a tenant may go on reading; where nobody else is served it may always."""
+        return self._allowance.left(tenant) > 0 or self._served() | self._reading.keys() <= {tenant}
 
     def _finished(self, tenant: str, seconds: float) -> None:
         self._allowance.spend(tenant, seconds)
