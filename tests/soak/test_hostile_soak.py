@@ -93,7 +93,6 @@ def check(found: dict[str, Any], server: ServerProcess) -> dict[str, Any]:
     for replies in (found["alone"], *found["rounds"], found["after"]):
         assert [reply.status for reply in replies] == [200] * len(replies), replies
         assert all(reply.is_answered for reply in replies), replies
-    assert found["left_s"] > 0, "the attack was over before the last was asked"
     alone_s = statistics.median(reply.ttft_s for reply in found["alone"])
     rounds = []
     for replies, step_s in zip(found["rounds"], found["steps_s"], strict=True):
@@ -117,6 +116,7 @@ def check(found: dict[str, Any], server: ServerProcess) -> dict[str, Any]:
         "longest_look_ms": {route: round(s * 1e3, 1) for route, s in found["looks"].items()},
         "rss_mb": [round(each) for each in rss],
     }
+    assert found["left_s"] > 0, f"the attack was over before the last was asked: {summary}"
     assert max(each["median_times"] for each in rounds) <= MEDIAN_TIMES, summary
     assert max(each["worst_times"] for each in rounds) <= WORST_TIMES, summary
     assert max(found["looks"].values()) <= LOOK_S, summary
@@ -136,7 +136,7 @@ def test_a_short_request_among_hostile_clients(server: ServerProcess) -> None:
 @pytest.mark.soak
 @pytest.mark.real_model
 def test_hostile_clients_for_ten_minutes(server: ServerProcess) -> None:
-    rounds = max(4, round(MINUTES * 2))
+    rounds = max(4, round(MINUTES))
     found = asyncio.run(attacked(server, MINUTES * 60, rounds))
     summary = check(found, server)
     rss = summary["rss_mb"]
