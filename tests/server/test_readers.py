@@ -13,6 +13,7 @@ import pytest
 
 from kvboost.server.errors import ApiError
 from kvboost.server.readers import THREADS, Readers, Reading
+from kvboost.server.worker import ShuttingDownError
 
 Scenario = Callable[[Readers], Coroutine[Any, Any, None]]
 
@@ -264,6 +265,22 @@ def test_bytes_take_time_too() -> None:
                 readers.hold("a", -1_000_000)
                 reading._held_bytes = 0
             assert time.monotonic() - started < 0.3
+
+    run(scenario)
+
+
+def test_who_waits_is_told_that_it_ends() -> None:
+    async def scenario(readers: Readers) -> None:
+        gate = Gate()
+        tasks = [asyncio.ensure_future(read(readers, "a", gate.work("a"))) for _ in range(4)]
+        await gate.until_begun(2)
+        await asyncio.to_thread(readers.close)
+        done, waiting = await asyncio.wait(tasks, timeout=2)
+        assert [type(task.exception()) for task in done] == [ShuttingDownError] * 2
+        gate.let.set()
+        assert await asyncio.gather(*waiting) == ["a", "a"]
+        with pytest.raises(ShuttingDownError):
+            await read(readers, "a", lambda: 1)
 
     run(scenario)
 

@@ -67,7 +67,8 @@ async def kept_alive(events: AsyncGenerator[bytes, None], every_s: float) -> Asy
                 yield event_of(data)
         finally:
             coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+            with anyio.CancelScope(shield=True):  # the generator can be closed only when nobody is in it
+                await asyncio.gather(coming, return_exceptions=True)
 
 
 class EventStream(Response):

@@ -11,6 +11,7 @@ model.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 from kvboost.errors import KVBoostError
 from kvboost.server.errors import ApiError
+from kvboost.server.worker import ShuttingDownError
 
 T = TypeVar("T")
 THREADS = 4
@@ -119,6 +121,7 @@ class Readers:
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # tenants take turns
         self._allowance = Allowance()
         self._look_again: asyncio.TimerHandle | None = None
+        self._is_closed = threading.Event()
 
     @contextmanager
     def reading(self, tenant: str, timeout_s: float) -> Iterator[Reading]:
@@ -166,12 +169,22 @@ class Readers:
     def _dispatch(self) -> None:
         """Give free threads to the tenants whose turn it is."""
         loop = asyncio.get_running_loop()
+        if self._is_closed.is_set():
+            for waiting in itertools.chain.from_iterable(self._waiting.values()):
+                _fail(waiting.answer, ShuttingDownError("the server is shutting down"))
+            self._waiting.clear()
         while self._running.total() < THREADS and (job := self._next()) is not None:
-            self._running[job.reading.tenant] += 1
-            self._pool.submit(_work, job, loop, self._finished)
+            self._start(job, loop)
         if self._look_again is not None:
             self._look_again.cancel()
         self._look_again = loop.call_later(_LOOK_S, self._dispatch) if self._waiting else None
+
+    def _start(self, job: _Job, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._pool.submit(_work, job, loop, self._finished)
+            self._running[job.reading.tenant] += 1
+        except RuntimeError:  # it was closed in between
+            _fail(job.answer, ShuttingDownError("the server is shutting down"))
 
     def _next(self) -> _Job | None:
         """The job whose turn it is; jobs that nobody waits for are dropped."""
@@ -199,8 +212,9 @@ class Readers:
         self._dispatch()
 
     def close(self) -> None:
-        """Take no more work; what runs ends by itself."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Take no more work; what runs ends by itself, what waits is told. From any thread."""
+        self._is_closed.set()
+        self._pool.shutdown(wait=False)
 
 
 def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[str, float], None]) -> None:
