@@ -164,6 +164,7 @@ class _ControlTokens:
         self._longest = max(map(len, texts), default=0)
         self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         # Others are matched in a changed text, or depend on their neighbours: no look at a seam can tell.
+        self.may_strip = any(what.lstrip or what.rstrip for what in added.values())
         self.are_literal = not any(what.normalized or what.single_word for what in added.values())
 
     def of(self, ids: Sequence[int]) -> list[int]:
@@ -200,12 +201,19 @@ class _Encoder:
             return _Encoder(copy.deepcopy(self.tokenizer))
 
     def is_like(self, other: _Encoder, text: str) -> bool:
-        """Whether both have the same tokens and read the beginning of `text` alike."""
-        return len(self.tokenizer) == len(other.tokenizer) and all(
+        """Whether both have the same tokens and parts, and read the beginning of `text` alike."""
+        return _traits(self.tokenizer) == _traits(other.tokenizer) and all(
             self.encode(text[:_COMPARED], add_special_tokens=special)
             == other.encode(text[:_COMPARED], add_special_tokens=special)
             for special in (False, True)
         )
+
+
+def _traits(tokenizer: Any) -> tuple[Any, ...]:
+    """What a tokenizer reads by, beside its vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = [repr(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer", "post_processor")]
+    return len(tokenizer), getattr(tokenizer, "split_special_tokens", None), *parts
 
 
 class PromptReader:
@@ -319,7 +327,7 @@ class PromptReader:
         """Refuse a text that has too many tokens for certain, at the cost of so many and no more."""
         bounds.go_on()
         most = bounds.max_tokens
-        if most is None or len(text) <= _COUNTED_FROM * most:
+        if most is None or len(text) <= _COUNTED_FROM * most or self._control.may_strip:
             return
         at_least = 0
         for start in range(0, len(text), _SLICE):

@@ -264,10 +264,14 @@ class RowLoop:
 
     # --- coming ------------------------------------------------------------------------------
 
+    @staticmethod
+    def needed(request: Request, *, answers: bool = True) -> int:
+        """Room that a request takes at most, in tokens."""
+        return Row(request, _NOBODY, answers).limit + _growth(request, answers)
+
     def check(self, request: Request, *, answers: bool = True) -> None:
         """Refuse what would not fit even if nothing else ran."""
-        row = Row(request, _NOBODY, answers)
-        needed = row.limit + _growth(request, answers)
+        needed = self.needed(request, answers=answers)
         if needed > self._prompt_tokens:
             raise InvalidRequestError(
                 f"prompt and max_new_tokens need room for {needed} tokens, the running batch has "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +21,11 @@ from kvboost.server.worker import ShuttingDownError
 Scenario = Callable[[Readers], Coroutine[Any, Any, None]]
 
 
-def run(scenario: Scenario, max_reading: int = 100, max_body_bytes: int = 1_000) -> None:
-    readers = Readers(max_reading, max_body_bytes)
+def run(
+    scenario: Scenario, max_reading: int = 100, max_body_bytes: int = 1_000, served: Iterable[str] = ()
+) -> None:
+    """Run a scenario while requests of the tenants `served` are being answered."""
+    readers = Readers(max_reading, max_body_bytes, lambda: set(served))
     try:
         asyncio.run(asyncio.wait_for(scenario(readers), 20))
     finally:
@@ -106,15 +112,13 @@ def test_a_tenant_that_has_spent_its_time_may_have_few_at_once() -> None:
         with ExitStack() as many:
             for _ in range(20):
                 many.enter_context(readers.reading("a", 10))
-            readers._allowance.spend("a", 10)
-            many.enter_context(readers.reading("a", 10))
-            with readers.reading("b", 10):
-                with pytest.raises(ApiError), readers.reading("a", 10):
-                    raise AssertionError
-                for _ in range(20):
-                    many.enter_context(readers.reading("b", 10))
+            readers._allowance.spend("a", 10, is_alone=False)
+            with pytest.raises(ApiError), readers.reading("a", 10):
+                raise AssertionError
+            for _ in range(20):
+                many.enter_context(readers.reading("b", 10))
 
-    run(scenario)
+    run(scenario, served={"b"})
 
 
 def test_a_tenant_may_hold_half_of_the_bytes() -> None:
@@ -125,7 +129,9 @@ def test_a_tenant_may_hold_half_of_the_bytes() -> None:
                 await one.hold(1)
             await other.hold(readers._max_bytes // 2)
             with readers.reading("c", 10) as third, pytest.raises(ApiError):
-                await third.hold(1)
+                await third.hold(1_000_000)
+            with readers.reading("c", 10) as third:
+                await third.hold(1_000)  # who has nothing yet is let in
             readers.hold("a", -readers._max_bytes // 2)
         with readers.reading("a", 10) as one:
             await one.hold(1_000)
@@ -222,49 +228,117 @@ def test_work_ends_when_nobody_waits_for_it() -> None:
     run(scenario)
 
 
-def test_a_tenant_has_little_time_while_others_are_served() -> None:
-    """A thread that runs Python keeps the model from running: a twentieth of the time is for each."""
+def _busy() -> None:
+    until = time.thread_time() + 0.02
+    while time.thread_time() < until:
+        pass
 
-    async def scenario(readers: Readers) -> None:
-        done = 0
 
-        def work() -> None:
-            nonlocal done
-            until = time.thread_time() + 0.02
-            while time.thread_time() < until:
-                pass
+async def _flood(readers: Readers, tenant: str, seconds: float) -> float:
+    """Seconds that a tenant gets if it reads one thing after the other."""
+    until, done = time.monotonic() + seconds, 0
+
+    async def client() -> None:
+        nonlocal done
+        while time.monotonic() < until:
+            await read(readers, tenant, _busy)
             done += 1
 
-        async def flood(until: float) -> None:
-            while time.monotonic() < until:
-                await read(readers, "a", work)
+    await asyncio.gather(*(client() for _ in range(4)))
+    return 0.02 * done
 
+
+@pytest.mark.parametrize(("tenants", "share"), [(1, 0.2), (2, 0.1)])
+def test_tenants_have_little_time_while_others_are_served(tenants: int, share: float) -> None:
+    """A thread that runs Python keeps the model from running."""
+
+    async def scenario(readers: Readers) -> None:
+        spent = await asyncio.gather(*(_flood(readers, f"a{n}", 2.0) for n in range(tenants)))
+        assert max(spent) <= 0.3 + 2.5 * share + 0.2
+
+    run(scenario, served={"b"})
+
+
+def test_a_tenant_alone_may_take_its_time_and_owes_nothing() -> None:
+    async def scenario(readers: Readers) -> None:
+        assert await _flood(readers, "a", 1.0) > 0.5
+        assert readers._allowance.left("a") >= -0.05
+
+    run(scenario, served={"a"})
+
+
+def test_a_place_that_somebody_holds_slows_nobody_down() -> None:
+    async def scenario(readers: Readers) -> None:
         with readers.reading("b", 10):
-            await asyncio.gather(*(flood(time.monotonic() + 2.0) for _ in range(4)))
-        assert done * 0.02 <= 0.3 + 0.05 * 2.5 + 0.2
-        before = done
-        await asyncio.gather(*(flood(time.monotonic() + 1.0) for _ in range(4)))
-        assert (done - before) * 0.02 > 0.5, "alone it may take its time"
+            assert await _flood(readers, "a", 1.0) > 0.5
 
     run(scenario)
 
 
-def test_bytes_take_time_too() -> None:
+def test_long_work_is_paid_for() -> None:
     async def scenario(readers: Readers) -> None:
-        with readers.reading("b", 10), readers.reading("a", 10) as reading:
-            started = time.monotonic()
-            for _ in range(70):
-                await reading.hold(1_000_000)
-                readers.hold("a", -1_000_000)
-                reading._held_bytes = 0
-            assert time.monotonic() - started > 0.3
+        readers._allowance.spend("a", 1.5, is_alone=False)
+        assert readers._allowance.left("a") < -1.1
+
+    run(scenario, served={"b"})
+
+
+def test_bytes_take_time_too() -> None:
+    async def upload(readers: Readers) -> float:
+        started = time.monotonic()
         with readers.reading("a", 10) as reading:
-            started = time.monotonic()
             for _ in range(70):
                 await reading.hold(1_000_000)
                 readers.hold("a", -1_000_000)
                 reading._held_bytes = 0
-            assert time.monotonic() - started < 0.3
+        return time.monotonic() - started
+
+    async def among_others(readers: Readers) -> None:
+        assert await upload(readers) > 0.2
+
+    async def alone(readers: Readers) -> None:
+        assert await upload(readers) < 0.2
+
+    run(among_others, served={"b"})
+    run(alone)
+
+
+def test_what_nobody_waits_for_is_not_kept() -> None:
+    """A body of megabytes may stand in line behind others for a while."""
+
+    async def scenario(readers: Readers) -> None:
+        gate = Gate()
+        holding = [asyncio.ensure_future(read(readers, "a", gate.work("a"))) for _ in range(3)]
+        await gate.until_begun(2)
+        body = Body()
+        gone = weakref.ref(body)
+        task = asyncio.ensure_future(read(readers, "a", partial(len, body)))
+        del body
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task
+        gc.collect()
+        assert gone() is None
+        gate.let.set()
+        await asyncio.gather(*holding)
+
+    run(scenario)
+
+
+class Body:
+    """That can be watched."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_an_iteration_that_stops_is_an_error() -> None:
+    async def scenario(readers: Readers) -> None:
+        for _ in range(THREADS):
+            with pytest.raises(RuntimeError):
+                await read(readers, "a", lambda: next(iter(())))
+        assert await read(readers, "a", lambda: 1) == 1
 
     run(scenario)
 

@@ -25,6 +25,7 @@ from kvboost.server.errors import ApiError
 from kvboost.server.schemas import ChatRequest
 from kvboost.server.settings import ApiKey, ServerSettings
 from tests.server.running import HELLO, MODEL, Running, wait_for
+from tests.tiny_models import random_ids
 
 MakeEngine = Callable[..., KVBoost]
 Serve = Callable[..., Running]
@@ -313,7 +314,112 @@ def test_a_request_that_needs_everything_is_served_when_there_is_room(
         assert [each.result().status_code for each in asked] == [200] * 4
 
 
+def test_small_requests_cannot_pass_a_big_one_for_ever(make_slow_engine: MakeEngine, serve: Serve) -> None:
+    """Each is new when its last one has ended: one after the other, they would never leave it room."""
+    keys = tuple(ApiKey(name) for name in ("big", "ann", "bob"))
+    server = serve(make_slow_engine(0.005), max_rows=8, batch_tokens=1_024, api_keys=keys, timeout_s=20)
+    over = threading.Event()
+    answered: list[int] = []
+
+    def go_on(key: str, seed: int) -> None:
+        with httpx.Client(base_url=server.url, timeout=60, headers=headers(key)) as client:
+            while not over.is_set():
+                seed += 1
+                body = {**SHORT, "prompt": random_ids(260, seed), "max_tokens": 40}
+                answered.append(client.post("/v1/completions", json=body).status_code)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, key in enumerate(("ann", "bob", "ann", "bob")):
+            pool.submit(go_on, key, 1_000 * number)
+        wait_for(lambda: len(answered) >= 2)
+        with httpx.Client(base_url=server.url, timeout=60, headers=headers("big")) as client:
+            body = {**SHORT, "prompt": random_ids(700, 7)}
+            response = client.post("/v1/completions", json=body)
+        over.set()
+    assert response.status_code == 200
+    assert set(answered) == {200}
+
+
+def test_a_batch_that_is_full_is_not_asked_all_the_time(
+    make_slow_engine: MakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether somebody fits is a walk through the tree, under the lock that the event loop needs."""
+    server = serve(make_slow_engine(0.005), max_rows=2, api_keys=KEYS)
+    batch = server.service.worker.batch
+    assert batch is not None
+    asked = 0
+    has_room = batch.has_room
+
+    def counted(*arguments: Any, **options: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return has_room(*arguments, **options)
+
+    monkeypatch.setattr(batch, "has_room", counted)
+    with ExitStack() as clients:
+        for key in ("eve", "ann", "eve", "ann"):
+            clients.enter_context(raw_request(server, LONG, key))
+        server.until(lambda stats: (stats["running"], stats["waiting"]) == (2, 2))
+        asked, steps = 0, batch.counts.steps
+        wait_for(lambda: batch.counts.steps >= steps + 40)
+        assert asked <= 2 * 40 // 8 + 4
+
+
+def test_a_full_queue_has_room_for_a_key_that_has_nothing(make_slow_engine: MakeEngine, serve: Serve) -> None:
+    keys = tuple(ApiKey(name) for name in ("eve", "mal", "ann"))
+    server = serve(make_slow_engine(0.02), max_rows=1, max_waiting=4, api_keys=keys)
+    with ExitStack() as clients:
+        clients.enter_context(raw_request(server, LONG))
+        server.until(lambda stats: stats["running"] == 1)
+        for key in ("eve", "eve", "mal", "mal"):
+            clients.enter_context(raw_request(server, LONG, key))
+        server.until(lambda stats: stats["waiting"] == 4)
+        clients.enter_context(raw_request(server, LONG, "ann"))
+        server.until(lambda stats: stats["waiting"] == 5)
+
+
+def test_a_client_that_left_takes_no_place_while_another_runs_alone(
+    make_slow_engine: MakeEngine, serve: Serve
+) -> None:
+    server = serve(make_slow_engine(0.02), batching=False, max_waiting=2, max_waiting_per_tenant=2)
+    with raw_request(server, LONG):
+        server.until(lambda stats: stats["running"] == 1)
+        with raw_request(server, LONG), raw_request(server, LONG):
+            server.until(lambda stats: stats["waiting"] == 2)
+        with raw_request(server, {**LONG, "stream": True}):
+            server.until(lambda stats: (stats["waiting"], stats["cancelled"]) == (1, 2))
+
+
+@pytest.mark.parametrize("mode", ["chunk_kv_reuse", "baseline"])
+def test_what_runs_alone_need_not_fit_into_the_batch(
+    make_engine: MakeEngine, serve: Serve, mode: str
+) -> None:
+    server = serve(make_engine(), mode=mode, batch_tokens=128)
+    assert server.complete("who are you? " * 60, max_tokens=1)["usage"]["prompt_tokens"] > 300
+    assert server.post("/v1/cache/explain", prompt="who are you? " * 60)["prompt_tokens"] > 300
+
+
+def test_what_is_only_looked_up_need_not_fit_into_the_batch(make_engine: MakeEngine, serve: Serve) -> None:
+    server = serve(make_engine(), batch_tokens=128)
+    assert server.post("/v1/cache/explain", prompt="who are you? " * 60)["prompt_tokens"] > 300
+    assert server.post("/v1/cache/pin", prompt="who are you? " * 60) == {"tokens": 0}
+    refused = server.client.post("/v1/completions", json={**SHORT, "prompt": "who are you? " * 60})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
 # --- streams ---------------------------------------------------------------------------------
+
+
+def test_a_whole_answer_that_nobody_reads_is_dropped(make_engine: MakeEngine, serve: Serve) -> None:
+    engine = make_engine()
+    engine.model.generation_config.eos_token_id = None
+    server = serve(engine, timeout_s=4.0, send_bytes=4_096)
+    body = {**LONG, "n": 8, "max_tokens": 60, "logprobs": True, "top_logprobs": 20}
+    connections = server.server.server_state.connections
+    with raw_request(server, body, receive_bytes=4_096):
+        wait_for(lambda: server.service.worker.stats.answered == 8)
+        assert len(connections) == 1
+        wait_for(lambda: not connections, within_s=20)
 
 
 def test_a_client_that_never_reads_is_dropped(make_engine: MakeEngine, serve: Serve) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AddedToken
 
 from kvboost import prompts
 from kvboost.errors import InvalidRequestError, PromptTooLongError
@@ -450,4 +451,27 @@ def test_a_tokenizer_that_was_changed_reads_long_texts_as_it_is_now(make_tokeniz
     tokenizer.add_tokens(["wxyzzy"])
     after = reader.read(text, bounds=bounds).token_ids.tolist()
     assert after != before
+    assert after == tokenizer(text)["input_ids"]
+
+
+def test_blanks_that_a_token_swallows_are_not_counted(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("wxyzzy", rstrip=True)])
+    text = "wxyzzy" + " " * 40_000 + "ab"
+    reader = reader_of(tokenizer)
+    plain = reader.read(text).token_ids.tolist()
+    assert len(plain) < 10
+    assert reader.read(text, bounds=ReadingBounds(max_tokens=1_000)).token_ids.tolist() == plain
+
+
+def test_a_tokenizer_whose_parts_were_changed_reads_long_texts_as_it_is_now(
+    make_tokenizer: MakeTokenizer,
+) -> None:
+    tokenizer = make_tokenizer()
+    reader = reader_of(tokenizer)
+    bounds = ReadingBounds(apart=True)
+    text = "ab " * 30_000 + "</s>b"
+    reader.read(text, bounds=bounds)
+    tokenizer.split_special_tokens = True
+    after = reader.read(text, bounds=bounds).token_ids.tolist()
     assert after == tokenizer(text)["input_ids"]

@@ -117,7 +117,7 @@ def size(value: Any) -> int:
     type=click.IntRange(1, 16_384),
     default=4096,
     show_default=True,
-    help="Messages of one chat.",
+    help="Messages of one chat, with their parts.",
 )
 @click.option(
     "--max-prompt-characters",

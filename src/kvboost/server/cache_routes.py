@@ -88,7 +88,7 @@ async def _through(ticket: Ticket) -> None:
 @router.post("/explain", summary="What would be reused of a prompt, and why", openapi_extra=_PROMPT)
 async def explain(request: Request, service: TheService, caller: AnyCaller) -> ExplainBody:
     def look_up(body: CacheRequest, salt: str, reading: Reading) -> ExplainBody:
-        ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
+        ids = service.tokenize(body.text, salt, reading, field=body.prompt_field, is_only_looked_up=True)
         found = service.engine.explain(ids, mode=service.settings.mode, cache_salt=salt)
         return ExplainBody(
             prompt_tokens=found.prompt_tokens,
@@ -124,7 +124,9 @@ async def _change_pin(
     request: Request, service: Service, admin: Caller, change: Callable[..., int]
 ) -> PinBody:
     def changed(body: CacheRequest, salt: str, reading: Reading) -> PinBody:
-        ids = service.tokenize(body.text, salt, reading, field=body.prompt_field, warming=True)
+        ids = service.tokenize(
+            body.text, salt, reading, field=body.prompt_field, warming=True, is_only_looked_up=True
+        )
         return PinBody(tokens=change(ids, cache_salt=salt))
 
     service.check_ready()

@@ -30,9 +30,11 @@ THREADS = 4
 _SHARE = 2  # a tenant may have one part in so many of what there is
 _MOST_BYTES = 64_000_000  # of bodies that are held at once, or so many of the largest
 _LEAST_BODIES = 4
+_SMALL_BODY = 262_144  # bytes that a tenant may always have
 _RETRY_S = "1"
-_PACE = 0.05  # seconds of reading that a tenant gets in every second while others are being served
-_AT_ONCE_S = 0.3  # of it that it can save up, and that it can owe
+_PACE = 0.2  # seconds of reading in every second that all tenants get together while others are served
+_AT_ONCE_S = 0.3  # of it that one can save up
+_MOST_DEBT_S = 3.0  # that one can owe
 _LOOK_S = 0.02  # how often it is looked whether a tenant may go on
 _MOST_PAUSED = 16  # requests of a tenant that has spent its time
 _LONGEST_PAUSE_S = 0.25  # the others may be gone then
@@ -85,20 +87,30 @@ class _Job:
 
 
 class Allowance:
-    """Seconds that tenants may spend: `_PACE` in every second, and some that were saved up."""
+    """Seconds that tenants may spend: shares of `_PACE` in every second, and some that were saved up."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # seconds, and when that was
+        self._left: dict[str, tuple[float, float]] = {}  # of those who spent some: seconds, and when that was
+        self._looked_at = 0.0
+
+    @property
+    def pace(self) -> float:
+        """Seconds that each of those who spend gets in a second."""
+        return _PACE / max(1, len(self._left))
 
     def left(self, tenant: str) -> float:
         seconds, then = self._left.get(tenant, (_AT_ONCE_S, 0.0))
-        return min(_AT_ONCE_S, seconds + _PACE * (time.monotonic() - then))
+        return min(_AT_ONCE_S, seconds + self.pace * (time.monotonic() - then))
 
-    def spend(self, tenant: str, seconds: float) -> None:
-        left = max(-_AT_ONCE_S, self.left(tenant) - seconds)
-        self._left[tenant] = left, time.monotonic()
-        for other in [name for name in self._left if self.left(name) >= _AT_ONCE_S]:
-            del self._left[other]
+    def spend(self, tenant: str, seconds: float, *, is_alone: bool) -> None:
+        """Book what was spent; with nobody else to be served, nothing is owed for it."""
+        now, left = time.monotonic(), self.left(tenant)
+        least = min(left, 0.0) if is_alone else -_MOST_DEBT_S
+        self._left[tenant] = max(least, left - seconds), now
+        if now - self._looked_at > 1.0:
+            self._looked_at = now
+            for other in [name for name in self._left if self.left(name) >= _AT_ONCE_S]:
+                del self._left[other]
 
 
 class Readers:
@@ -140,15 +152,17 @@ class Readers:
     def hold(self, tenant: str, count: int) -> None:
         """Book bytes; refused where the tenant, or all together, would have too many."""
         mine, all_of_them = self._bytes[tenant] + count, self._bytes.total() + count
-        if count > 0 and (mine > self._max_bytes // _SHARE or all_of_them > self._max_bytes):
+        is_over = mine > self._max_bytes // _SHARE or all_of_them > self._max_bytes
+        if count > 0 and is_over and mine > _SMALL_BODY:
             raise _refusal("bytes of requests")
         _take(self._bytes, tenant, -count)
-        self._allowance.spend(tenant, max(0, count) * _BYTE_S)
+        if count > 0:
+            self._allowance.spend(tenant, count * _BYTE_S, is_alone=self._is_alone(tenant))
 
     async def pause(self, tenant: str) -> None:
         """Wait until a tenant may go on."""
         while not self._has_time(tenant):
-            owed_s = -self._allowance.left(tenant) / _PACE
+            owed_s = -self._allowance.left(tenant) / self._allowance.pace
             await asyncio.sleep(min(max(owed_s, _LOOK_S), _LONGEST_PAUSE_S))
 
     async def run(self, reading: Reading, work: Callable[[], T]) -> T:
@@ -164,6 +178,7 @@ class Readers:
         finally:
             late.cancel()
             if not _has_result(job.answer):
+                job.work = _nothing  # it may stand in line for a while yet, and its body is large
                 reading.end()
 
     def _dispatch(self) -> None:
@@ -204,10 +219,14 @@ class Readers:
 
     def _has_time(self, tenant: str) -> bool:
         """Whether a tenant may go on reading; where nobody else is served it may always."""
-        return self._allowance.left(tenant) > 0 or self._served() | self._reading.keys() <= {tenant}
+        return self._allowance.left(tenant) > 0 or self._is_alone(tenant)
+
+    def _is_alone(self, tenant: str) -> bool:
+        """Whether no other tenant has a request that is being read, waits for the model, or runs."""
+        return self._served() | self._waiting.keys() | self._running.keys() <= {tenant}
 
     def _finished(self, tenant: str, seconds: float) -> None:
-        self._allowance.spend(tenant, seconds)
+        self._allowance.spend(tenant, seconds, is_alone=self._is_alone(tenant))
         _take(self._running, tenant, 1)
         self._dispatch()
 
@@ -229,16 +248,22 @@ def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[str, f
         error = raised
 
     def settle(seconds: float) -> None:
-        if error is not None:
-            _fail(job.answer, error)
-        elif not job.answer.done():
-            job.answer.set_result(found)
-        finished(job.reading.tenant, seconds)
+        try:
+            if error is not None:
+                _fail(job.answer, error)
+            elif not job.answer.done():
+                job.answer.set_result(found)
+        finally:
+            finished(job.reading.tenant, seconds)
 
     try:
         loop.call_soon_threadsafe(settle, time.thread_time() - started)
     except RuntimeError:
         return  # the loop is closed, and nobody waits
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 def _has_result(answer: asyncio.Future[Any]) -> bool:
@@ -247,7 +272,8 @@ def _has_result(answer: asyncio.Future[Any]) -> bool:
 
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     if not answer.done():
-        answer.set_exception(error)
+        is_odd = isinstance(error, StopIteration)  # which no future takes
+        answer.set_exception(RuntimeError(str(error)) if is_odd else error)
 
 
 def _take(counts: Counter[str], name: str, count: int) -> None:
@@ -268,4 +294,4 @@ def _refusal(what: str) -> ApiError:
 
 def too_slow() -> ApiError:
     """It took too long to read a request."""
-    return ApiError(408, "reading the request took too long: send less, or send it faster", code="timeout")
+    return ApiError(408, "reading the request took too long: send less, or try again later", code="timeout")

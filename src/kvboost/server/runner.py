@@ -54,16 +54,21 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Config(uvicorn.Config):
-    """Uvicorn's options, and how long a client may take to say what it wants."""
+    """Uvicorn's options, and how long a client may take to say what it wants, and to read what is sent."""
 
     header_timeout_s = 30.0
+    unread_timeout_s = 600.0
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """A client's connection: it can be dropped from within a request, and ends if no request comes."""
+    """A client's connection: it can be dropped from within a request, and ends if no request comes.
+
+    It ends as well if what was sent is not read.
+    """
 
     app_state: dict[str, Any]
     _no_request: asyncio.TimerHandle | None = None
+    _not_read: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -76,7 +81,23 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._is_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The system takes no more of an answer."""
+        super().pause_writing()
+        if self._not_read is None:
+            self._not_read = self.loop.call_later(self.config.unread_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_read()
+
+    def _is_read(self) -> None:
+        if self._not_read is not None:
+            self._not_read.cancel()
+            self._not_read = None
 
     def _wait_for_request(self) -> None:
         """Headers that come byte by byte have one deadline for all of them."""
@@ -147,6 +168,7 @@ def make_server(
         timeout_graceful_shutdown=_SENDING_S,
     )
     config.header_timeout_s = settings.read_timeout_s
+    config.unread_timeout_s = settings.timeout_s
     return Server(config, app.state.service, on_ready)
 
 

@@ -34,6 +34,7 @@ from kvboost.server.worker import ShuttingDownError, Ticket, Worker
 FINGERPRINT = f"kvboost-{__version__}"
 T = TypeVar("T")
 _RECENT = 200
+_LEAST_READING = 16  # requests that a tenant may have being read, however few may wait
 _LOOKERS = 2  # threads for those who want to see numbers
 _CHARACTERS_PER_TOKEN = 16  # that no prompt has on average, but runs of spaces
 
@@ -55,12 +56,13 @@ class Service:
             has_tenants=settings.has_tenants,
         )
         self.readers = Readers(
-            settings.share_of_the_queue, settings.max_request_bytes, lambda: self.worker.tenants
+            max(settings.share_of_the_queue, _LEAST_READING),
+            settings.max_request_bytes,
+            lambda: self.worker.tenants,
         )
         self._looking = CapacityLimiter(_LOOKERS)
         batch = self.worker.batch
-        sizes = [engine.max_positions, None if batch is None else batch.max_tokens]
-        self.max_prompt_tokens = min((size for size in sizes if size is not None), default=None)
+        self.max_prompt_tokens = self._max_prompt_tokens()
         self._batch_slots = 0 if batch is None else batch.residents.pool.free
         self.metrics = Metrics(self.worker, engine.cache_stats)
         self.created = int(time.time())
@@ -72,15 +74,31 @@ class Service:
         self._count = self._prompt_tokens = self._cached_tokens = 0
         self._is_ending = threading.Event()
 
+    def _max_prompt_tokens(self) -> int | None:
+        """Tokens of the longest prompt that could be served; None = there is no bound."""
+        engine, batch = self.engine, self.worker.batch
+        sizes = [engine.max_positions]
+        if batch is not None and not engine.why_alone(engine.read_request([0], 1, self.settings.mode)):
+            sizes.append(batch.max_tokens)
+        return min((size for size in sizes if size is not None), default=None)
+
     # --- requests ----------------------------------------------------------------------------
 
     def tokenize(
-        self, prompt: AnyPrompt, salt: str, reading: Reading, *, field: str, warming: bool = False
+        self,
+        prompt: AnyPrompt,
+        salt: str,
+        reading: Reading,
+        *,
+        field: str,
+        warming: bool = False,
+        is_only_looked_up: bool = False,
     ) -> list[int]:
         """The token ids of a prompt, which stands in `field`; what is too long for certain is refused."""
         reading.go_on()
         self._check_size(prompt, field)
-        bounds = ReadingBounds(self.max_prompt_tokens, reading.go_on, apart=True)
+        most = self.engine.max_positions if is_only_looked_up else self.max_prompt_tokens
+        bounds = ReadingBounds(most, reading.go_on, apart=True)
         try:
             return self.engine.tokenize(prompt, cache_salt=salt, warming=warming, bounds=bounds)
         except InvalidRequestError as error:

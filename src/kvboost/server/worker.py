@@ -33,6 +33,8 @@ _NOT_ANSWERED = "the server was shut down before this request was answered"
 _TOO_LONG = "the request took longer than the server allows"
 _IDLE_S = 0.5  # how often deadlines of waiting requests are looked at while nothing runs
 _SPARE_SHARE = 8  # of the batch, one part in so many is for tenants that have nothing in it
+_PATIENCE_S = 1.0  # after which those who pass somebody may use no more than that part
+_LOOK_EVERY = 8  # steps, to see whether somebody can be let in, where nobody came or went
 
 
 class QueueFullError(KVBoostError):
@@ -66,6 +68,8 @@ class Ticket:
         self.answers = answers
         self.submitted_at = time.monotonic()
         self.row: Row | None = None
+        self.blocked_at: float | None = None  # since when it is its turn, and there is no room
+        self.has_passed = False
         self._loop = asyncio.get_running_loop()
         self._tokens: asyncio.Queue[int | None] = asyncio.Queue()
         self._result: GenerationResult | None = None
@@ -134,6 +138,7 @@ class FairQueue:
         self.share = limit if share is None else min(limit, share)
         self._tenants: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._count = 0
+        self.changes = 0
 
     def __len__(self) -> int:
         return self._count
@@ -154,6 +159,7 @@ class FairQueue:
     def add(self, ticket: Ticket) -> None:
         self._tenants.setdefault(ticket.tenant, deque()).append(ticket)
         self._count += 1
+        self.changes += 1
 
     def firsts(self) -> list[Ticket]:
         """The first request of every tenant, in the order of their turns."""
@@ -164,6 +170,7 @@ class FairQueue:
         tickets = self._tenants.pop(tenant)
         ticket = tickets.popleft()
         self._count -= 1
+        self.changes += 1
         if tickets:
             self._tenants[tenant] = tickets
         return ticket
@@ -180,6 +187,7 @@ class FairQueue:
             else:
                 del self._tenants[tenant]
         self._count -= len(removed)
+        self.changes += bool(removed)
         return removed
 
 
@@ -214,6 +222,9 @@ class Worker:
         self.engine = engine
         self.batch = engine.running_batch(max_rows, batch_tokens) if batching else None
         self._queue = FairQueue(max_waiting, max_waiting_per_tenant)
+        self._has_tenants = has_tenants
+        self._looked_at: tuple[int, int] | None = None  # what there was when nobody could be let in
+        self._turns_since = 0
         self._spare_rows = self._spare_tokens = 0
         if self.batch is not None and has_tenants:
             self._spare_rows = min(max(1, self.batch.max_rows // _SPARE_SHARE), self.batch.max_rows - 1)
@@ -255,11 +266,19 @@ class Worker:
             self._check_room(tenant)
 
     def _check_room(self, tenant: str) -> None:
-        own = self._queue.waiting(tenant)
-        if own >= self._queue.share or self._queue.is_full:
+        if not self._may_wait(tenant):
+            for ticket in self._queue.remove_if(lambda each: each.is_cancelled or each.is_late):
+                self._give_up(ticket)
+        if not self._may_wait(tenant):
+            own = self._queue.waiting(tenant)
             self._stats.refused += 1
             is_own = own >= self._queue.share
             raise QueueFullError(own if is_own else len(self._queue), self._retry_after_s(), own=is_own)
+
+    def _may_wait(self, tenant: str) -> bool:
+        """Whether a tenant has room in the queue; one of several that has nothing there always has."""
+        own = self._queue.waiting(tenant)
+        return own < self._queue.share and (not self._queue.is_full or (self._has_tenants and not own))
 
     @property
     def tenants(self) -> set[str]:
@@ -429,16 +448,39 @@ class Worker:
 
     def _next(self) -> Ticket | None:
         """Who can be let in: whose turn it is, or else a tenant that has nothing running."""
+        seen = self._queue.changes, len(self._running)
+        self._turns_since += 1
+        if seen == self._looked_at and self._turns_since < _LOOK_EVERY:
+            return None
+        self._looked_at, self._turns_since = None, 0
         running = Counter(ticket.tenant for ticket in self._running)
-        is_blocked = False  # by one whose turn it is, and who has to wait
+        blocked: Ticket | None = None  # whose turn it is, and who has to wait
         for ticket in self._queue.firsts():
             is_new = not running[ticket.tenant]
-            if is_blocked and not (is_new and self._spare_rows):
+            if blocked is not None and not (is_new and self._may_pass(ticket, blocked)):
                 continue
             if self._runs_alone(ticket) or self._has_room(ticket, is_new):
+                ticket.has_passed = blocked is not None
                 return ticket
-            is_blocked = True
+            if blocked is None:
+                blocked = ticket
+                ticket.blocked_at = ticket.blocked_at or time.monotonic()
+        self._looked_at = seen
         return None
+
+    def _may_pass(self, ticket: Ticket, blocked: Ticket) -> bool:
+        """Whether one that has nothing running may go before one that has to wait for room.
+
+        After a while only as long as all who passed take no more than the spare part: else one request after
+        the other could pass, and there would never be room.
+        """
+        if self.batch is None or not self._spare_rows or blocked.blocked_at is None:
+            return False
+        if time.monotonic() - blocked.blocked_at < _PATIENCE_S:
+            return True
+        passed = [*(each for each in self._running if each.has_passed), ticket]
+        tokens = sum(self.batch.needed(each.request, answers=each.answers) for each in passed)
+        return len(passed) <= self._spare_rows and tokens <= self._spare_tokens
 
     def _runs_alone(self, ticket: Ticket) -> bool:
         return self.batch is None or bool(self.engine.why_alone(ticket.request))
