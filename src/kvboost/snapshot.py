@@ -39,6 +39,7 @@ FORMAT = "kvboost-cache"
 VERSION = 3
 _SHARD_BYTES = 256 << 20
 _SHARD_NAME = re.compile(r"chunks-[0-9a-f]+-[0-9]+\.safetensors")
+_OF_A_RUN = re.compile(rf"chunks-[0-9a-f]{{12}}-[0-9]{{5,}}\.safetensors|{re.escape(HEADER)}\.[0-9a-f]{{12}}")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 T = TypeVar("T")
 
@@ -131,7 +132,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads(_read(folder / HEADER))
     except FileNotFoundError as error:
         raise CacheFileError(f"{folder} holds no saved cache: there is no {HEADER} in it") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CacheFileError(f"{folder / HEADER} cannot be read: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise CacheFileError(f"{folder / HEADER} is not the header of a kvboost cache")
@@ -235,7 +236,10 @@ def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCo
     names = [f"{key}.{index}" for index in range(len(specs))]
     if not all(name in tensors for name in [*names, f"{key}.ids"]):
         return None
-    ids = tensors[f"{key}.ids"].tolist()
+    raw_ids = tensors[f"{key}.ids"]
+    if raw_ids.dtype != torch.int32 or raw_ids.dim() != 1:
+        return None
+    ids = raw_ids.tolist()
     kept = tuple(tensors[name].clone() for name in names)
     found = tuple((tuple(part.shape), part.dtype) for part in kept)
     if found != specs or len(ids) != length or min(ids, default=-1) < 0:
@@ -272,8 +276,8 @@ def _sync(path: Path) -> None:
 
 def _remove_other_runs(folder: Path, run: str) -> None:
     """Drop shards and headers of earlier saves; what cannot be removed is only in the way."""
-    for path in [*folder.glob("chunks-*.safetensors"), *folder.glob(f"{HEADER}.*")]:
-        if run not in path.name:
+    for path in folder.iterdir():
+        if _OF_A_RUN.fullmatch(path.name) and run not in path.name:
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -357,3 +358,45 @@ def test_saving_writes_over_nothing(name: str, tmp_path: Path, monkeypatch: pyte
         save(tmp_path / "saved")
     assert (tmp_path / "thesis").read_text() == "ten years of work"
     assert load(tmp_path / "saved")[1].loaded == CHUNKS
+
+
+@pytest.mark.parametrize("change", ["long", "float", "column", "scalar", "bool"])
+def test_token_ids_of_another_kind_are_damage(change: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    shard = shard_of(tmp_path)
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "long": lambda ids: ids.long(),
+        "float": lambda ids: ids.float(),
+        "column": lambda ids: ids.view(-1, 1),
+        "scalar": lambda ids: ids.sum(),
+        "bool": lambda ids: ids > 0,
+    }
+    tensors = {
+        name: changes[change](tensor).contiguous() if name.endswith(".ids") else tensor
+        for name, tensor in safetensors.torch.load_file(shard).items()
+    }
+    safetensors.torch.save_file(tensors, shard)
+    manager, report = load(tmp_path)
+    assert (report.loaded, report.corrupt) == (0, CHUNKS)
+    assert check(manager) == 0
+
+
+def test_a_header_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / snapshot.HEADER).write_text("[" * 200_000)
+    with pytest.raises(CacheFileError, match="cannot be read"):
+        load(tmp_path)
+
+
+def test_saving_again_removes_its_own_files_only(tmp_path: Path) -> None:
+    save(tmp_path)
+    mine = [f"{snapshot.HEADER}.bak", "chunks-notes.safetensors", "chunks-1-2.safetensors.old"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    left_over = [f"{snapshot.HEADER}.{'a' * 12}", f"chunks-{'a' * 12}-00000.safetensors"]
+    for name in left_over:
+        (tmp_path / name).touch()
+    save(tmp_path)
+    assert all((tmp_path / name).read_text() == "mine" for name in mine)
+    assert not any((tmp_path / name).exists() for name in left_over)
+    assert load(tmp_path)[1].loaded == CHUNKS
