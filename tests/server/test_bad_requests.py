@@ -80,7 +80,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (chat(n=17), "n"),  # more than may wait here
     (chat(n=1.5), "n"),
     (chat(max_tokens=0), "max_tokens"),
-    (chat(max_tokens=1_000_000), "messages"),
+    (chat(max_tokens=1_000_000), "max_tokens"),
     (chat(max_completion_tokens=-1), "max_completion_tokens"),
     (chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
     (chat(stop=["a"] * 5), "stop"),

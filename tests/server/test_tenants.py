@@ -386,6 +386,8 @@ def test_a_client_that_left_takes_no_place_while_another_runs_alone(
         server.until(lambda stats: stats["running"] == 1)
         with raw_request(server, LONG), raw_request(server, LONG):
             server.until(lambda stats: stats["waiting"] == 2)
+        waiting = server.service.worker._queue._tenants["127.0.0.1"]
+        wait_for(lambda: all(ticket.is_cancelled for ticket in waiting))
         with raw_request(server, {**LONG, "stream": True}):
             server.until(lambda stats: (stats["waiting"], stats["cancelled"]) == (1, 2))
 

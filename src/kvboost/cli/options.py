@@ -7,6 +7,7 @@ signature. A flag that is not given is not passed on: the engine's default holds
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 Command = Callable[..., Any]
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def count_or_none(value: Any) -> int | None:
@@ -28,6 +30,19 @@ def count_or_none(value: Any) -> int | None:
     if count < 1:
         raise click.BadParameter(f'expected a whole number of at least 1 or "none", got {value!r}')
     return count
+
+
+def size(value: Any, or_none: str = "") -> int:
+    """A number of bytes, with a unit if one likes: 4MB, 512KiB."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]?i?)b?", str(value).strip().lower())
+    if match is None or match[2] not in _UNITS or int(match[1]) < 1:
+        raise click.BadParameter(f"expected a size of at least 1, like 4MB{or_none}, got {value!r}")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def size_or_none(value: Any) -> int | None:
+    """A number of bytes, or None for the word none."""
+    return None if str(value).lower() == "none" else size(value, ' or "none"')
 
 
 def seconds_or_none(value: Any) -> float | None:
@@ -95,7 +110,7 @@ _LEAST_ZERO = click.IntRange(min=0)
 ENGINE_FLAGS = (
     Flag("chunk_size", _COUNT, 128, "Tokens per cached chunk."),
     Flag("max_chunks", count_or_none, 128, 'Chunks that the cache may hold; "none" = no limit.'),
-    Flag("max_cache_bytes", count_or_none, None, "Bytes that the cache may hold.", "no limit"),
+    Flag("max_cache_bytes", size_or_none, None, "Bytes that the cache may hold.", "no limit"),
     Flag(
         "chunk_boundary_window",
         _LEAST_ZERO,
@@ -142,7 +157,13 @@ ENGINE_FLAGS = (
         "Keep cached text in this folder too, for later runs and for what RAM has no room for.",
         "none",
     ),
-    Flag("disk_cache_bytes", count_or_none, None, "Bytes that this folder may take.", "256 chunks"),
+    Flag(
+        "disk_cache_bytes",
+        size_or_none,
+        None,
+        "What all models in this folder may take together, such as 20GB.",
+        "256 chunks for each",
+    ),
     Flag(
         "cache_device",
         click.Choice(["cpu", "model"]),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import engine_options, size
 from kvboost.cli.session import opened_engine
 from kvboost.errors import KVBoostError
 
@@ -26,16 +25,7 @@ if TYPE_CHECKING:
 
 MODES = ("prefix_cache", "chunk_kv_reuse", "baseline")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
-
-
-def size(value: Any) -> int:
-    """A number of bytes, with a unit if one likes: 4MB, 512KiB."""
-    match = re.fullmatch(r"(\d+)\s*([kmg]?i?)b?", str(value).strip().lower())
-    if match is None or match[2] not in _UNITS or int(match[1]) < 1:
-        raise click.BadParameter(f"expected a size like 4MB, got {value!r}")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 @click.command()
@@ -111,7 +101,14 @@ def size(value: Any) -> int:
     show_default=True,
     help="Seconds for running requests after SIGTERM or Ctrl-C.",
 )
-@click.option("--max-request-bytes", type=size, metavar="SIZE", default="4MB", show_default=True)
+@click.option(
+    "--max-request-bytes",
+    type=size,
+    metavar="SIZE",
+    default="4MB",
+    show_default=True,
+    help="Longest body of a request.",
+)
 @click.option(
     "--max-messages",
     type=click.IntRange(1, 16_384),

@@ -83,13 +83,12 @@ def _new_tokens(service: Service, body: Generation, prompt_tokens: int) -> int:
     room = None if positions is None else positions - prompt_tokens
     asked = body.max_new_tokens
     if room is not None and room < (asked or 1):
-        raise ApiError(
-            400,
-            f"{body.prompt_field}: the model has {positions} positions, the prompt takes {prompt_tokens}"
-            + (f", and {asked} are asked for" if asked else ""),
-            param=body.prompt_field,
-            code="context_length_exceeded",
-        )
+        has = f"the model has {positions} positions, and the prompt takes {prompt_tokens}"
+        if room < 1:
+            field, message = body.prompt_field, f"{has}: shorten it"
+        else:
+            field, message = body.max_tokens_field, f"{has}: ask for at most {room} tokens, got {asked}"
+        raise ApiError(400, f"{field}: {message}", param=field, code="context_length_exceeded")
     if asked is not None:
         return asked
     default = service.settings.default_max_tokens

@@ -101,6 +101,8 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
 def _of_http(error: HTTPException) -> ApiError:
     """Errors of the framework: no such route, or not by this method."""
     message = f"{error.detail}".strip().lower() or HTTPStatus(error.status_code).phrase.lower()
+    if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+        message += "; there are POST /v1/chat/completions and /v1/completions, and others in /openapi.json"
     code = HTTPStatus(error.status_code).name.lower()
     return ApiError(error.status_code, message, code=code, headers=error.headers)
 

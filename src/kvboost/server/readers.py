@@ -79,7 +79,7 @@ class Reading:
         self._held_bytes = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     reading: Reading
     work: Callable[[], Any]
@@ -178,8 +178,16 @@ class Readers:
         finally:
             late.cancel()
             if not _has_result(job.answer):
-                job.work = _nothing  # it may stand in line for a while yet, and its body is large
+                self._drop(job)
                 reading.end()
+
+    def _drop(self, job: _Job) -> None:
+        """Take a job out of the line, with the body that it keeps."""
+        jobs = self._waiting.get(job.reading.tenant)
+        if jobs is not None and job in jobs:
+            jobs.remove(job)
+            if not jobs:
+                del self._waiting[job.reading.tenant]
 
     def _dispatch(self) -> None:
         """Give free threads to the tenants whose turn it is."""
@@ -260,10 +268,6 @@ def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[str, f
         loop.call_soon_threadsafe(settle, time.thread_time() - started)
     except RuntimeError:
         return  # the loop is closed, and nobody waits
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""
 
 
 def _has_result(answer: asyncio.Future[Any]) -> bool:

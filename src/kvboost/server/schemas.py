@@ -246,6 +246,11 @@ class Generation(Neutral):
         return self.max_tokens
 
     @property
+    def max_tokens_field(self) -> str:
+        """The field that says how long the answer may get."""
+        return "max_tokens"
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are told beside the chosen one; None = nothing is told."""
         raise NotImplementedError
@@ -278,6 +283,10 @@ class ChatRequest(Generation):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
