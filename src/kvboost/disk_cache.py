@@ -219,6 +219,9 @@ class DiskCache:
 
     def clear(self) -> None:
         """Forget all that is in the store and not pinned, and all that is on disk; pins are saved again."""
+        if os.getpid() != self._pid:  # a forked child leaves the disk to its parent
+            self._manager.clear()
+            return
         if self.tier.is_read_only and not self._closing.is_set():
             raise CacheFileError(
                 f"{self.tier.folder} cannot be changed, nothing was cleared: give this process access to it"

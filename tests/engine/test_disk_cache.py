@@ -1555,6 +1555,7 @@ one.warm(random_ids(64, seed=1))
 one._disk.flush()
 child = os.fork()
 if child == 0:
+    one.clear()
     one.close()
     one.close()
     os._exit(0)
