@@ -137,33 +137,30 @@ def remove_leftovers(folder: Path) -> None:
     """Delete what nobody reads any more: an index that was set aside, and descriptions never put in place."""
     for name in os.listdir(folder):
         if name == DAMAGED_INDEX or _LEFT_OVER.fullmatch(name):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # they are only in the way
                 (folder / name).unlink()
 
 
 @contextlib.contextmanager
-def alone(path: Path, *, wait_s: float | None = None) -> Iterator[None]:
+def alone(path: Path, *, wait_s: float) -> Iterator[None]:
     """Inside, no other process is; the system unlocks it where this one dies.
 
-    With `wait_s`, `BlockingIOError` where another one is still inside after so long.
+    `BlockingIOError` where another one is still inside after `wait_s` seconds.
     """
     fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
-        if wait_s is None:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        else:
-            _lock_within(fd, wait_s)
+        if not _is_locked_within(fd, wait_s):
+            raise BlockingIOError(f"another process holds the lock on {path}")
         yield
     finally:
         os.close(fd)
 
 
-def _lock_within(fd: int, wait_s: float) -> None:
+def _is_locked_within(fd: int, wait_s: float) -> bool:
     until = time.monotonic() + wait_s
-    while not _is_locked(fd):
-        if time.monotonic() >= until:
-            raise BlockingIOError("another process holds the lock")
+    while not (is_locked := _is_locked(fd)) and time.monotonic() < until:
         time.sleep(0.01)
+    return is_locked
 
 
 def _is_locked(fd: int) -> bool:

@@ -58,6 +58,7 @@ class DiskIndex:
         self.path = path
         self._owner = owner  # None: nothing is written
         self._lock = fork_safe_rlock()
+        self._is_closed = False
         self._is_frozen = False  # read as it lies, without SQLite's log
         if owner is not None and not path.exists():  # SQLite gives its other files the mode of this one
             os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -131,13 +132,15 @@ class DiskIndex:
                 raise
 
     def _roll_back(self) -> None:
-        """End a transaction that failed, if need be with its connection: it would block all others."""
+        """End a transaction that failed, if need be with its connection: it would block all others.
+
+        There is no new connection: whoever opens the folder again looks at it first.
+        """
         try:
             if self._connection.in_transaction:
                 self._execute("ROLLBACK")
         except sqlite3.Error:
-            self._connection.close()
-            self._connection = self._connect()
+            self.close()
 
     @property
     def is_read_only(self) -> bool:
@@ -178,15 +181,24 @@ class DiskIndex:
             return changed
 
     def was_replaced(self) -> bool:
-        """Whether another database has taken this one's place, or SQLite cannot see what changed in it."""
+        """Whether it is to be opened again: it is closed, or another database has taken its place.
+
+        Also where SQLite cannot see what changed in it.
+        """
         try:
-            return self._identity_now() != self._identity
+            return self._is_closed or self._identity_now() != self._identity
         except OSError:
             return True
 
     def _identity_now(self) -> tuple[int, ...]:
         found = os.lstat(self.path)
-        return (found.st_ino, found.st_mtime_ns, found.st_size) if self._is_frozen else (found.st_ino,)
+        if not self._is_frozen:
+            return (found.st_ino,)
+        log: tuple[int, ...] = ()  # of a process that writes by now: with it, it can be followed
+        with contextlib.suppress(FileNotFoundError):
+            seen = os.lstat(f"{self.path}-wal")
+            log = (seen.st_ino, seen.st_mtime_ns, seen.st_size)
+        return (found.st_ino, found.st_mtime_ns, found.st_size, *log)
 
     def counts(self) -> tuple[int, int]:
         """Entries, and slots that are being written."""
@@ -248,16 +260,39 @@ class DiskIndex:
                     return key, slot, number
         return None
 
-    def publish(self, rows: Iterable[IndexRow]) -> None:
-        """Turn claims whose slots are written into entries."""
+    def publish(self, rows: Iterable[IndexRow]) -> list[IndexRow]:
+        """Turn claims whose slots are written into entries; returns those that still were claimed."""
+        owner = self._writer()
+        entered = []
         with self.transaction():
-            clock = self._tick()
+            clock, slots = self._tick(), self.num_slots()
             for row in rows:
-                self._execute("DELETE FROM claims WHERE slot = ?", (row.slot,))
-                self._execute(
-                    "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?)",
-                    (row.key, row.slot, clock, row.header, row.parent),
+                taken = self._execute(
+                    "DELETE FROM claims WHERE slot = ? AND owner = ?", (row.slot, owner.name)
                 )
+                if taken.rowcount == 1 and row.slot < slots:
+                    self._enter(row, clock)
+                    entered.append(row)
+        return entered
+
+    def is_complete(self) -> bool:
+        """Whether all that the slots held when this index was made has been entered."""
+        return self.meta().get("complete", 0) == 1
+
+    def complete(self, rows: Iterable[IndexRow]) -> None:
+        """Enter what the slots of a new index hold, and that this is all of it."""
+        with self.transaction():
+            clock, slots = self._tick(), self.num_slots()
+            for row in rows:
+                if row.slot < slots:
+                    self._enter(row, clock)
+            self.set_meta(complete=1)
+
+    def _enter(self, row: IndexRow, clock: int) -> None:
+        self._execute(
+            "INSERT OR IGNORE INTO entries VALUES (?, ?, ?, ?, ?)",
+            (row.key, row.slot, clock, row.header, row.parent),
+        )
 
     def give_up(self, slots: Iterable[int]) -> None:
         """Take claims back whose slots were not written."""
@@ -294,6 +329,15 @@ class DiskIndex:
                     (row.number, row.slot, row.header),
                 )
 
+    def clear(self) -> None:
+        """Drop all entries, and all slots but those up to the last that another process is writing to."""
+        owner = self._writer()
+        with self.transaction():
+            self._drop_dead_claims(owner)
+            last = self._execute("SELECT MAX(slot) FROM claims").fetchone()[0]
+            self._execute("DELETE FROM entries")
+            self.set_slots(0 if last is None else min(int(last) + 1, self.num_slots()))
+
     def set_slots(self, num_slots: int) -> None:
         """Use so many slots from now on; entries beyond them are dropped. Only inside a transaction."""
         self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (num_slots,))
@@ -318,5 +362,7 @@ class DiskIndex:
                 self._execute("DELETE FROM claims WHERE slot IS ?", (slot,))
 
     def close(self) -> None:
+        """Close it; afterwards all methods raise `sqlite3.Error`."""
         with self._lock, contextlib.suppress(sqlite3.Error):
+            self._is_closed = True
             self._connection.close()

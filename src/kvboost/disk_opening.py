@@ -7,6 +7,7 @@ is damaged is set aside and made anew from the slots. Knows files, no chunks in 
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import warnings
 from collections.abc import Callable
@@ -31,10 +32,17 @@ from kvboost.disk_index import DiskIndex
 from kvboost.disk_owner import Owner
 from kvboost.disk_records import rows_in
 from kvboost.errors import CacheFileError
-from kvboost.file_trust import ADVICE
+from kvboost.file_trust import ADVICE, open_private
 from kvboost.slot_file import SlotFile
 
 Fit = Callable[[DiskIndex], None]
+_WAIT_S = 10.0  # for another process that opens the folder
+_DAMAGE_CODES = (1, 11, 26)  # SQLITE_ERROR (statements that its tables do not allow), _CORRUPT, _NOTADB
+_DAMAGE_WORDS = ("malformed", "not a database", "no such ", "unsupported file format")
+
+
+class _WrongIndex(sqlite3.DatabaseError):
+    """The index can be read, and is not as it should be."""
 
 
 @dataclass
@@ -68,7 +76,7 @@ def open_folder(folder: Path, description: FolderDescription, *, grows: bool) ->
 
 
 def _open_to_write(folder: Path, description: FolderDescription, *, grows: bool) -> OpenFolder:
-    with contextlib.ExitStack() as opened, alone(folder / OPENING):
+    with contextlib.ExitStack() as opened, alone(folder / OPENING, wait_s=_WAIT_S):
         owner = Owner(folder / OWNERS)
         opened.callback(owner.close)
         description.check()
@@ -77,11 +85,11 @@ def _open_to_write(folder: Path, description: FolderDescription, *, grows: bool)
         fit = partial(
             _fit, slots=slots, max_chunks=description.max_chunks, grows=grows, has_company=owner.has_company
         )
-        index, is_new = _open_index(folder / INDEX, owner, fit)
+        index = _open_index(folder / INDEX, owner, fit)
         opened.callback(index.close)
         description.write(owner.name)
-        if is_new:
-            index.publish(rows_in(slots))
+        if not index.is_complete():
+            index.complete(rows_in(slots) if index.counts()[0] == 0 else ())
         return OpenFolder(index, slots, opened.pop_all())
 
 
@@ -106,45 +114,65 @@ def _fit(index: DiskIndex, slots: SlotFile, max_chunks: int, *, grows: bool, has
     """Make slots and index agree on how many slots there are.
 
     More than `max_chunks` are given back, but not while another process uses the folder: it may be writing
-    to them.
+    to them. One that `grows` gets no longer here: what its file lost may be another model's by now.
     """
     with index.transaction():
-        in_file = -(-slots.size_bytes // slots.slot_bytes)
-        there = min(index.meta().get("num_slots", in_file), max(in_file, max_chunks))
+        in_file = slots.size_bytes // slots.slot_bytes
+        there = min(index.meta().get("num_slots", in_file), in_file)
         if not has_company:
             there = min(there, max_chunks)
         there = there if grows else max(there, max_chunks)
         index.set_slots(there)  # first: an index that cannot be written to must cost no slots
         if grows:
-            slots.extend(there)
+            slots.cut(there)
         else:
             slots.allocate(there)
 
 
-def _open_index(path: Path, owner: Owner, fit: Fit) -> tuple[DiskIndex, bool]:
-    """The index, and whether it is a new one, to be filled from the slots: if it was damaged or gone."""
-    is_new = not path.exists()
+def _open_index(path: Path, owner: Owner, fit: Fit) -> DiskIndex:
+    """The index; a new one, to be filled from the slots, if it was damaged or gone."""
     try:
-        return _checked_index(path, owner, fit), is_new
+        return _checked_index(path, owner, fit)
     except (sqlite3.DatabaseError, UnicodeError) as error:
         if "locked" in str(error):
             raise CacheFileError(
                 f"{path} is locked by another program ({error}): end it, or use another folder"
             ) from error
+        if not _is_damage(error, path):  # a full disk, say: what is there is good
+            raise
         warnings.warn(f"{path} is damaged ({error}); it is made anew from the slots", stacklevel=6)
         for name in SQLITE_FILES:
             with contextlib.suppress(FileNotFoundError):
                 path.with_name(name).unlink()
         path.replace(path.with_name(DAMAGED_INDEX))
-        return _checked_index(path, owner, fit), True
+        return _checked_index(path, owner, fit)
+
+
+def _is_damage(error: sqlite3.DatabaseError | UnicodeError, path: Path) -> bool:
+    """Whether an error says that the index itself is wrong, not that it cannot be read or written now."""
+    if isinstance(error, UnicodeError | _WrongIndex):
+        return True
+    code = getattr(error, "sqlite_errorcode", None)  # since Python 3.11
+    if code is not None and code & 0xFF in _DAMAGE_CODES:
+        return True
+    if any(words in str(error) for words in _DAMAGE_WORDS):
+        return True
+    return "readonly" in str(error) and _has_unknown_format(path)
+
+
+def _has_unknown_format(path: Path) -> bool:
+    """Whether the two format bytes of a database were changed: SQLite then takes it for read-only."""
+    with open(open_private(path, os.O_RDONLY), "rb") as file:
+        formats = file.read(20)[18:]
+    return any(one not in (1, 2) for one in formats)
 
 
 def _checked_index(path: Path, owner: Owner, fit: Fit) -> DiskIndex:
-    """The index, if it is whole and can be written to; otherwise `sqlite3.DatabaseError`."""
+    """The index, if it is whole and can be written to; otherwise an error says what it is."""
     index = DiskIndex(path, owner)
     try:
         if problems := index.problems():
-            raise sqlite3.DatabaseError(problems[0])
+            raise _WrongIndex(problems[0])
         fit(index)
     except BaseException:
         index.close()

@@ -30,7 +30,7 @@ from kvboost.disk_folder import (
     read_description,
     remove_leftovers,
 )
-from kvboost.disk_growth import NO_ROOM, Growth
+from kvboost.disk_growth import NO_ROOM, Growth, give_back
 from kvboost.disk_index import IndexRow
 from kvboost.disk_opening import OpenFolder, open_folder
 from kvboost.disk_records import DiskEntry, entry_of, payload_of, row_of
@@ -45,6 +45,7 @@ from kvboost.serde import Record
 __all__ = ["CORRUPT", "GONE", "INDEX", "SLOTS", "CheckReport", "DiskEntry", "DiskTier"]
 _log = logging.getLogger(__name__)
 READ_ONLY = "read-only folder"
+NO_LONGER = "its slot was given back meanwhile"
 CORRUPT = "corrupt"
 GONE = "evicted"
 _FAILURES = (OSError, sqlite3.Error, UnicodeError, CacheFileError)
@@ -97,17 +98,21 @@ class DiskTier:
         if self.is_read_only:
             _log.info("%s cannot be written to: what it holds is read, and nothing is saved", self.folder)
         self._note_use()
+        if self._growth is not None and not self.is_read_only:
+            self._growth.settle()
         self._load()
 
     @classmethod
     def existing(cls, folder: str | os.PathLike[str]) -> DiskTier:
-        """The tier that was made in `folder`, with the sizes that it was made with."""
+        """The tier that was made in `folder`, with the sizes that it was made with; nothing is dropped."""
         real = real_folder(folder)
         check_contents(real)
         found = read_description(real)
         if found is None:
             raise CacheFileError(f"{folder} holds no disk cache: there is no readable {DESCRIPTION} in it")
-        return cls(real, found["max_chunks"], found["slot_bytes"], grows=True)
+        slot_bytes = max(found["slot_bytes"], 1)
+        there = os.lstat(real / SLOTS).st_size // slot_bytes if os.path.lexists(real / SLOTS) else 0
+        return cls(real, max(found["max_chunks"], there), found["slot_bytes"], grows=True)
 
     @property
     def label(self) -> str:
@@ -206,8 +211,7 @@ class DiskTier:
             return [record.header.key in self._entries for record in records]
 
     def _write(self, wanted: dict[str, Record]) -> None:
-        if self._index.was_replaced() or self._slots.was_replaced():
-            self.refresh()
+        self._follow()
         if self._growth is not None:
             new = sum(key not in self._entries for key in wanted)
             self._growth.make_room(self._index, self._slots, new, self.refused)
@@ -229,6 +233,11 @@ class DiskTier:
             else:
                 self.refused[NO_ROOM if self._growth is None else self._growth.why_no_room] += 1
         self._note_use()
+
+    def _follow(self) -> None:
+        """Open what has taken the place of the files that are open, or that had to be closed."""
+        if self._index.was_replaced() or self._slots.was_replaced():
+            self.refresh()
 
     def _fill(self, claimed: dict[int, Record]) -> list[IndexRow]:
         """Write records to the slots claimed for them, sync and enter them; returns what was entered."""
@@ -252,7 +261,9 @@ class DiskTier:
         finally:
             try:
                 if written:
-                    self._index.publish(written)
+                    entered = self._index.publish(written)
+                    self.refused[NO_LONGER] += len(written) - len(entered)
+                    written = entered
             finally:
                 if failed:
                     self._index.give_up(failed)
@@ -382,12 +393,14 @@ class DiskTier:
         """Forget everything, and give its bytes back to the disk; unless it grows, they are taken again."""
         self._check_writable()
         with self._writing:
+            if self._is_closed:
+                raise CacheFileError(f"{self.folder} could not be cleared: it was closed before")
+            self._follow()
             with self._lock:
                 self._entries.clear()
             try:
-                with self._index.transaction():
-                    self._index.set_slots(0)
-                    self._slots.allocate(0)
+                self._index.clear()  # first: slots that are given back must not count any more
+                give_back(self._index, self._slots)
                 remove_leftovers(self.folder)
                 if self._growth is None:
                     with self._index.transaction():

@@ -44,6 +44,11 @@ class SlotFile:
         """The same, but what is there is left as it is: others may be writing to it."""
         self._make_as_long(num_slots, self.size_bytes)
 
+    def cut(self, num_slots: int) -> None:
+        """Give back what lies behind so many slots; never makes it longer."""
+        if self.size_bytes > self.slot_bytes * num_slots:
+            os.ftruncate(self._fd, self.slot_bytes * num_slots)
+
     def _make_as_long(self, num_slots: int, start: int) -> None:
         size = self.slot_bytes * num_slots
         before = self.size_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.disk_folder import DESCRIPTION
+from kvboost.disk_folder import DESCRIPTION, OPENING
 from kvboost.disk_index import DiskIndex
 from kvboost.disk_tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError
@@ -298,6 +299,95 @@ def test_every_statement_of_the_index_failing_in_turn(
             yield
 
     assert for_all_n(tmp_path, install, length) > 100
+
+
+# --- an index that is made anew ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("was", ["damaged", "gone"])
+@pytest.mark.parametrize("how", ["fails", "killed"])
+def test_an_index_whose_making_was_cut_off_is_made_again(
+    how: str, was: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_tier(tmp_path / "tier") as tier:
+        assert all(tier.write(chunk_of(number)) for number in range(MAX_CHUNKS))
+    if was == "gone":
+        (tmp_path / "tier" / INDEX).unlink()
+    else:
+        (tmp_path / "tier" / INDEX).write_bytes(b"garbage" * 1_000)
+
+    folder = tmp_path / ("tier" if how == "fails" else "as a killed process leaves it")
+
+    def stop(_slots: object) -> list[object]:
+        if how == "killed":
+            subprocess.run(["cp", "-r", str(tmp_path / "tier"), str(folder)], check=True)
+            shutil.rmtree(folder / "owners")
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        patch.setattr("kvboost.disk_opening.rows_in", stop)
+        assert _opened(tmp_path / "tier") is None
+    with open_tier(folder) as tier:
+        assert all(read_right(tier, number) for number in range(MAX_CHUNKS))
+        tier.remove([key_of(number) for number in range(MAX_CHUNKS)])
+    with open_tier(folder) as tier:
+        assert len(tier) == 0, "what was removed stays so"
+
+
+def test_an_index_of_before_that_has_rows_is_complete(tmp_path: Path) -> None:
+    """It has no mark; what was removed from it must not come back."""
+    with open_tier(tmp_path / "tier") as tier:
+        assert all(tier.write(chunk_of(number)) for number in range(3))
+        tier.remove([key_of(1)])
+        with tier._index.transaction():
+            tier._index._execute("DELETE FROM meta WHERE name = 'complete'")
+    with open_tier(tmp_path / "tier") as tier:
+        assert [read_right(tier, number) for number in range(3)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "database or disk is full",
+        "unable to open database file",
+        "attempt to write a readonly database",
+        "disk I/O error",
+    ],
+)
+def test_an_index_that_cannot_be_used_now_is_not_taken_for_a_damaged_one(
+    message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tier"
+    with open_tier(folder) as tier:
+        assert all(tier.write(chunk_of(number)) for number in range(MAX_CHUNKS))
+    before = (folder / INDEX).read_bytes()
+    log = folder / f"{INDEX}-wal"
+    log.touch(mode=0o600)
+
+    def fail(_index: DiskIndex) -> list[str]:
+        raise sqlite3.OperationalError(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskIndex, "problems", fail)
+        patch.setattr(DiskIndex, "close", lambda _index: None)  # it would remove the log
+        with pytest.raises(CacheFileError, match=message):
+            open_tier(folder)
+        assert log.exists()
+    assert (folder / INDEX).read_bytes()[:100] == before[:100]
+    assert not (folder / f"{INDEX}.damaged").exists()
+    with open_tier(folder) as tier:
+        assert all(read_right(tier, number) for number in range(MAX_CHUNKS))
+
+
+def test_a_folder_that_another_process_keeps_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.disk_opening._WAIT_S", 0.1, raising=False)
+    with open_tier(tmp_path / "tier"):
+        pass
+    with open(tmp_path / "tier" / OPENING) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(CacheFileError, match=f"holds the lock on .*{OPENING}"):
+            open_tier(tmp_path / "tier")
 
 
 # --- damage ----------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_what_was_lost_is_made_anew_from_what_the_file_holds(lost: str, tmp_path
         os.truncate(folder / SLOTS, 5 * SLOT_BYTES)
         tier = open_tier(folder)
     with tier:
-        assert slots_in(folder) == 24
+        assert slots_in(folder) == (5 if lost == "file" else 24), "what the file lost may be another's by now"
         assert held(tier, range(20)) == list(range(5 if lost == "file" else 20))
         assert write(tier, range(20, 40)) == list(range(20, 40))
 
@@ -180,6 +180,16 @@ def test_a_step_that_was_never_entered_is_given_back(tmp_path: Path) -> None:
     with open_tier(tmp_path / "tier") as tier:
         assert slots_in(tier.folder) == 8
         assert held(tier, range(3)) == [0, 1, 2]
+
+
+def test_looking_at_a_folder_drops_nothing(tmp_path: Path) -> None:
+    """Whoever opened it last may have had a smaller budget."""
+    with open_tier(tmp_path / "tier", max_chunks=60) as large, open_tier(tmp_path / "tier", max_chunks=10):
+        write(large, range(40))
+    with DiskTier.existing(tmp_path / "tier") as tier:
+        assert len(tier) == 40
+    with open_tier(tmp_path / "tier", max_chunks=60) as large:
+        assert held(large, range(40)) == list(range(40))
 
 
 # --- disks that are full ---------------------------------------------------------------------------
@@ -240,6 +250,34 @@ def test_a_smaller_step_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert write(tier, range(1)) == [0]
         assert slots_in(tier.folder) == 1
         assert tier.stats()["refused"] == {}
+
+
+def test_an_index_that_finds_no_room_gives_the_step_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_index: DiskIndex, _slots: int) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with open_tier(tmp_path / "tier") as tier:
+        write(tier, range(8))
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(DiskIndex, "set_slots", full)
+            assert write(tier, range(8, 20)) == list(range(8, 20)), "what is there is used on"
+        assert slots_in(tier.folder) == 8
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert tier.stats()["refused"] == {"no room: database or disk is full": 1}
+
+
+def test_the_last_bytes_of_a_disk_are_left_to_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs(tmp_path)
+    room = (8 << 20) + 3 * SLOT_BYTES
+    little = os.statvfs_result((room, 1, 1 << 40, room, room, *tuple(real)[5:]))
+    with open_tier(tmp_path / "tier") as tier, monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _path: little)
+        write(tier, range(1))
+        assert slots_in(tier.folder) == 3
 
 
 def test_a_full_disk_never_comes_out_of_generate(
@@ -400,6 +438,100 @@ def test_models_in_use_share_one_budget(disk: Path) -> None:
         assert write(c, range(200, 203)) == []
         assert c.stats()["refused"] == {"no room: other models fill disk_cache_bytes": 3}
         assert all_slots(disk) == 20
+
+
+def test_a_budget_that_was_lowered_takes_from_unused_models_first(disk: Path) -> None:
+    with in_room(disk, "a", 60) as a, in_room(disk, "b", 60) as b:
+        write(a, range(30))
+        write(b, range(100, 120))
+    with in_room(disk, "a", 35) as a:
+        assert all_slots(disk) <= 35
+        assert held(a, range(30)) == list(range(30)), "it is in use, and fits"
+    with in_room(disk, "a", 10) as a:
+        assert slots_in(a.folder) == all_slots(disk) == 10
+
+
+def test_slots_that_the_file_lost_are_not_taken_again_when_it_is_opened(disk: Path) -> None:
+    """Another model may have them by now."""
+    with in_room(disk, "a", 40) as a:
+        write(a, range(32))
+    os.truncate(disk / "a" / SLOTS, 0)
+    with in_room(disk, "b", 40) as b:
+        assert len(write(b, range(40))) == 40
+        with in_room(disk, "a", 40) as a:
+            assert all_slots(disk) == 40
+            assert write(a, range(3)) == []
+        assert held(b, range(40)) == list(range(40))
+
+
+def test_clear_says_so_before_it_gives_slots_back(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies in between leaves a file that is too long, never one that is too short."""
+    with in_room(disk, "a", 40) as a:
+        write(a, range(8))
+        seen = []
+        real = os.ftruncate
+
+        def truncate(fd: int, size: int) -> None:
+            reader = sqlite3.connect(a.folder / INDEX)
+            seen.append(reader.execute("SELECT value FROM meta WHERE name = 'num_slots'").fetchone()[0])
+            reader.close()
+            real(fd, size)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", truncate)
+            a.clear()
+        assert seen == [0]
+        assert slots_in(a.folder) == 0
+
+
+def test_clear_leaves_the_slots_that_another_process_writes_to(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_room(disk, "a", 40) as a, in_room(disk, "a", 40) as other, in_room(disk, "b", 40) as b:
+        write(a, range(24))
+        real = a._fill
+
+        def fill(claimed: Any) -> Any:
+            other.clear()
+            write(b, range(100, 140))
+            return real(claimed)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a, "_fill", fill)
+            assert all(a.write_records([to_record(chunk_of(number)) for number in range(30, 33)]))
+        assert all_slots(disk) <= 40
+        assert held(other, range(40)) == [30, 31, 32]
+        assert a.check().is_good
+        other.clear()
+        assert slots_in(a.folder) == 0
+
+
+def test_a_chunk_whose_slot_was_given_back_meanwhile_is_refused(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_room(disk, "a", 40) as a:
+        write(a, range(3))
+        real = a._fill
+
+        def fill(claimed: Any) -> Any:
+            with a._index.transaction():
+                a._index._execute("DELETE FROM claims")
+            return real(claimed)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a, "_fill", fill)
+            assert not a.write(chunk_of(5))
+        assert a.stats()["refused"] == {"its slot was given back meanwhile": 1}
+        assert held(a, range(9)) == [0, 1, 2]
+
+
+def test_a_step_of_a_killed_process_beside_a_living_one_is_given_back(disk: Path) -> None:
+    with in_room(disk, "a", 40) as a:
+        write(a, range(8))
+        os.truncate(a.folder / SLOTS, 40 * SLOT_BYTES)
+        assert len(write(a, range(100, 130))) == 30
+        assert len(held(a, range(130))) == 38
+        assert slots_in(a.folder) == all_slots(disk) == 40
 
 
 def test_the_model_that_was_used_longest_ago_makes_room(disk: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +219,41 @@ def test_what_was_planted_while_it_was_open_is_not_opened(folder: Path, tmp_path
 # --- through the engine ----------------------------------------------------------------------------
 
 
+def test_a_refused_index_is_not_connected_to_by_name(folder: Path, tmp_path: Path) -> None:
+    """Neither through a link nor in a folder that others may write to, nor after closing."""
+    outside = tmp_path / "diary.sqlite"
+    with contextlib.closing(sqlite3.connect(outside)) as diary:
+        diary.execute("CREATE TABLE diary (page)")
+    before = outside.read_bytes()
+    with DiskTier(folder, max_chunks=MAX_CHUNKS, slot_bytes=SLOT_BYTES, grows=True) as tier:
+        for name in (INDEX, f"{INDEX}-wal", f"{INDEX}-shm"):
+            (folder / name).unlink()
+        (folder / INDEX).symlink_to(outside)
+        assert not tier.refresh()
+        use_all(tier)
+        (folder / INDEX).unlink()
+        folder.chmod(0o777)
+        assert not tier.refresh()
+        use_all(tier)
+        assert not (folder / INDEX).exists()
+        folder.chmod(0o700)
+        assert tier.refresh(), "it is opened again, with a look at it"
+        assert is_right(tier.read(key_of(0)), 0)  # type: ignore[arg-type]
+    (folder / INDEX).unlink()
+    use_all(tier)
+    assert not (folder / INDEX).exists()
+    assert outside.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["diary.sqlite", "disk"]
+
+
+def use_all(tier: DiskTier) -> None:
+    tier.touch([key_of(0)])
+    tier.remove([key_of(1)])
+    assert not tier.write(chunk_of(2))
+    with pytest.raises(CacheFileError, match="could not be cleared"):
+        tier.clear()
+
+
 def tier_of(disk: Path) -> Path:
     (found,) = (path for path in disk.iterdir() if path.is_dir())
     return found
@@ -288,6 +325,14 @@ def test_a_link_in_place_of_the_lock_for_growing(make_engine: MakeEngine, tmp_pa
 
 
 # --- what was set aside ----------------------------------------------------------------------------
+
+
+def test_a_leftover_that_cannot_be_removed_is_only_in_the_way(folder: Path) -> None:
+    (folder / f"{INDEX}.damaged").mkdir()
+    with open_tier(folder) as tier:
+        tier.clear()
+        assert len(tier) == 0
+        assert tier.write(chunk_of(1))
 
 
 @pytest.mark.parametrize("by_command", [False, True], ids=["call", "command"])

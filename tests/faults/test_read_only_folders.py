@@ -211,6 +211,33 @@ print("done")
     run(program, folder)
 
 
+def test_a_writer_that_starts_later_is_followed(folder: Path) -> None:
+    """The reader opened the index as it lay, without a log."""
+    program = """
+to_reader, to_writer = os.pipe(), os.pipe()
+if (child := os.fork()) == 0:
+    drop()
+    with DiskTier(folder, max_chunks=4, slot_bytes=SLOT_BYTES) as tier:
+        assert len(tier) == 3
+        os.write(to_writer[1], b"x")
+        os.read(to_reader[0], 1)
+        assert tier.refresh()
+        found = [number for number in range(20) if tier.read(key_of(number)) is not None]
+        assert found == [16, 17, 18, 19], found
+        assert not tier.refresh(), "nothing is new"
+    os._exit(0)
+os.read(to_writer[0], 1)
+with DiskTier(folder, max_chunks=4, slot_bytes=SLOT_BYTES) as tier:
+    for number in range(10, 20):
+        assert tier.write(chunk_of(number))
+    os.write(to_reader[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+    let_all_read(folder)
+    run(program, folder)
+
+
 @pytest.mark.parametrize("name", [INDEX, SLOTS, DESCRIPTION])
 def test_what_is_missing_or_damaged_is_said_in_a_line(name: str, folder: Path) -> None:
     program = """
