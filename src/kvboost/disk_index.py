@@ -338,9 +338,13 @@ class DiskIndex:
             self._execute("DELETE FROM entries")
             self.set_slots(0 if last is None else min(int(last) + 1, self.num_slots()))
 
-    def set_slots(self, num_slots: int) -> None:
-        """Use so many slots from now on; entries beyond them are dropped. Only inside a transaction."""
-        self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (num_slots,))
+    def set_slots(self, num_slots: int, entries_below: int | None = None) -> None:
+        """Use so many slots from now on; entries beyond them, or beyond `entries_below`, are dropped.
+
+        Only inside a transaction.
+        """
+        most = num_slots if entries_below is None else entries_below
+        self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (most,))
         self.set_meta(num_slots=num_slots, version=VERSION)
 
     def _tick(self) -> int:

@@ -118,11 +118,12 @@ def _fit(index: DiskIndex, slots: SlotFile, max_chunks: int, *, grows: bool, has
     """
     with index.transaction():
         in_file = slots.size_bytes // slots.slot_bytes
-        there = min(index.meta().get("num_slots", in_file), in_file)
-        if not has_company:
-            there = min(there, max_chunks)
-        there = there if grows else max(there, max_chunks)
-        index.set_slots(there)  # first: an index that cannot be written to must cost no slots
+        known = index.meta().get("num_slots", in_file)
+        kept = known if has_company else min(known, max_chunks)
+        there = min(kept, in_file) if grows else max(min(kept, in_file), max_chunks)
+        # First: an index that cannot be written to must cost no slots. Entries of slots that the file lost
+        # stay, so that they are found to be damaged, and counted.
+        index.set_slots(there, entries_below=max(there, kept))
         if grows:
             slots.cut(there)
         else:

@@ -90,6 +90,7 @@ class DiskTier:
         self._lock = fork_safe_rlock()  # for the entries; never held while the disk is waited for
         self._writing = fork_safe_rlock()
         self._entries: dict[str, DiskEntry] = {}
+        self._lost: list[str] = []  # keys of chunks whose slots the file does not have, until `check` told
         self._is_closed = False
         self._room = room
         self._growth = Growth(self.folder, max_chunks, room) if grows else None
@@ -138,12 +139,16 @@ class DiskTier:
         except sqlite3.Error as error:
             self.misses[f"index: {error}"] += 1
             return
+        in_file = self._slots.size_bytes // self.slot_bytes
         entries: dict[str, DiskEntry] = {}
         damaged = []
         for row in rows:
             entry = self._entry_of(row)
             if entry is None:
                 damaged.append(row)
+            elif entry.slot >= in_file:  # the file has lost it
+                damaged.append(row)
+                self._lost.append(row.key)
             else:
                 entries[row.key] = entry
         with self._lock:
@@ -379,6 +384,8 @@ class DiskTier:
             self._check_writable()
         report, damaged = check_records(self._index, self._slots, progress)
         report.slots = max(self.max_chunks, report.slots)
+        report.corrupt += self._lost
+        self._lost = []
         if repair and damaged:
             with self._lock:
                 for row in damaged:
