@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.embedded import ensure_checkpoint
 from kvboost.errors import BuiltinModelMissingError
+from kvboost.loading.embedded import ensure_checkpoint
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 

@@ -6,33 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvboost.batch import broadcast_kv, find_common_chunk_prefix, group_by_prefix
-    from kvboost.cache_manager import KVCacheManager
-    from kvboost.cacheblend import CacheBlendRecompute
-    from kvboost.chunk_registry import ChunkRegistry
+    from kvboost.batching.prefixes import broadcast_kv, find_common_chunk_prefix, group_by_prefix
+    from kvboost.choices import AssemblyMode, ChunkStrategy, GenerationMode, RecomputeStrategy
     from kvboost.compat import (
         SUPPORTED_ARCHITECTURES,
         UNSUPPORTED_ARCHITECTURES,
         check_model_compatibility,
     )
-    from kvboost.disk_tier import DiskTier
+    from kvboost.disk.tier import DiskTier
     from kvboost.engine import InferenceEngine, KVBoost
-    from kvboost.kv_quantize import QuantizedKV, dequantize_kv, quantize_kv
+    from kvboost.kv.quantize import QuantizedKV, dequantize_kv, quantize_kv
     from kvboost.models import (
         AssembledPrompt,
-        AssemblyMode,
         CachedChunk,
-        ChunkStrategy,
-        GenerationMode,
         GenerationResult,
-        RecomputeStrategy,
         WarmResult,
         chained_hash,
         content_hash_from_tokens,
     )
-    from kvboost.prompt_assembler import PromptAssembler
-    from kvboost.selective_recompute import SelectiveRecompute
-    from kvboost.verify import CorrectnessReport
+    from kvboost.proof.verify import CorrectnessReport
+    from kvboost.reuse.assembler import PromptAssembler
+    from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
+    from kvboost.reuse.strategies.selective import SelectiveRecompute
+    from kvboost.store.chunking import ChunkRegistry
+    from kvboost.store.manager import KVCacheManager
 
 __version__ = "0.1.0"
 
@@ -42,21 +39,21 @@ _HOMES = {
     "SUPPORTED_ARCHITECTURES": "compat",
     "UNSUPPORTED_ARCHITECTURES": "compat",
     "AssembledPrompt": "models",
-    "AssemblyMode": "models",
+    "AssemblyMode": "choices",
     "CacheBlendRecompute": "cacheblend",
     "CachedChunk": "models",
     "ChunkRegistry": "chunk_registry",
-    "ChunkStrategy": "models",
-    "CorrectnessReport": "verify",
+    "ChunkStrategy": "choices",
+    "CorrectnessReport": "proof.verify",
     "DiskTier": "disk_tier",
-    "GenerationMode": "models",
+    "GenerationMode": "choices",
     "GenerationResult": "models",
     "InferenceEngine": "engine",
     "KVBoost": "engine",
     "KVCacheManager": "cache_manager",
     "PromptAssembler": "prompt_assembler",
     "QuantizedKV": "kv_quantize",
-    "RecomputeStrategy": "models",
+    "RecomputeStrategy": "choices",
     "SelectiveRecompute": "selective_recompute",
     "WarmResult": "models",
     "broadcast_kv": "batch",

@@ -1,4 +1,4 @@
-"""Data that the other modules pass around: chunks, prompts, results, the two hashes, the enums.
+"""Data that the other modules pass around: chunks, prompts, results, the two hashes.
 
 Nothing here touches a model, a store or a file. KV tensors have the Hugging Face layout: one
 `(key, value)` pair per layer, each `[batch=1, kv_heads, tokens, head_dim]` (`PastKVType`).
@@ -10,63 +10,20 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from kvboost import html_view
+from kvboost.choices import AssemblyMode as AssemblyMode
+from kvboost.choices import ChunkStrategy as ChunkStrategy
+from kvboost.choices import GenerationMode as GenerationMode
+from kvboost.choices import Origin as Origin
+from kvboost.choices import RecomputeStrategy as RecomputeStrategy
 
 PastKVType: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 TokenIds: TypeAlias = Sequence[int]
-KVBits: TypeAlias = Literal[4, 8, 16, "k8v4"]  # bits of a stored number; "k8v4" = keys 8, values 4
-BITS: tuple[KVBits, ...] = (16, 8, 4, "k8v4")
-
-
-def is_width(bits: object) -> bool:
-    """Whether `bits` is one of `BITS`, and not just a number that equals one."""
-    return type(bits) in (int, str) and bits in BITS
-
-
-class GenerationMode(str, Enum):
-    """How much of the cache a request may use."""
-
-    BASELINE = "baseline"  # no cache read, no cache write
-    PREFIX_CACHE = "prefix_cache"  # exact prefix hits only
-    CHUNK_KV_REUSE = "chunk_kv_reuse"
-
-
-class RecomputeStrategy(str, Enum):
-    """How reused KV is repaired where its surroundings changed."""
-
-    SELECTIVE = "selective"
-    CACHEBLEND = "cacheblend"
-    NONE = "none"
-
-
-class ChunkStrategy(str, Enum):
-    """Where a text is cut into chunks."""
-
-    FIXED = "fixed"
-    SEMANTIC = "semantic"  # paragraph and sentence ends
-    DOCUMENT = "document"  # one chunk
-
-
-class AssemblyMode(str, Enum):
-    """What the prompt assembler may take from the cache."""
-
-    PREFIX_ONLY = "prefix_only"
-    CHUNK_REUSE = "chunk_reuse"
-
-
-class Origin(str, Enum):
-    """Where the KV of a prompt token came from."""
-
-    EXACT = "exact"
-    APPROXIMATE = "approximate"
-    RECOMPUTED = "recomputed"
-    LIVE = "live"
 
 
 def token_bytes(token_ids: TokenIds | np.ndarray) -> bytes:
@@ -98,7 +55,7 @@ def kv_bytes(past_key_values: PastKVType) -> int:
 
 
 @dataclass(frozen=True)
-class Loan:
+class Borrow:
     """Prompt positions `[start, end)` whose KV is that of the chunk `donor`, from its token `offset` on."""
 
     start: int
@@ -108,13 +65,13 @@ class Loan:
 
 
 @dataclass(frozen=True, eq=False)
-class Patchwork:
+class CompositeChunk:
     """KV put together from other chunks: what is borrowed, and the positions `[n]` held by itself.
 
     A position that is both borrowed and held counts as held: it was computed again.
     """
 
-    loans: tuple[Loan, ...]
+    borrows: tuple[Borrow, ...]
     own_positions: np.ndarray
 
 

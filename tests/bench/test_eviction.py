@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from kvboost.bench import eviction, tiny_kv
 from kvboost.bench.chats import ChatSettings, ChatTurn, replayed_turns
 from kvboost.bench.eviction import LruManager, best_pin_set, replay
-from kvboost.cache_manager import KVCacheManager
 from kvboost.cli.main import main
+from kvboost.store.manager import KVCacheManager
 
 CHUNK = 16
 CHATS = ChatSettings(

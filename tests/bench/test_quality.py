@@ -12,8 +12,8 @@ import torch
 
 from kvboost.bench import plots, quality
 from kvboost.bench.quality import METHODS, OVERALL, Outcome, QualitySettings, Variant
-from kvboost.calibration import Calibration
 from kvboost.errors import InvalidRequestError, KVBoostError
+from kvboost.proof.calibration import Calibration
 
 SMALL = QualitySettings(
     prompts=8,
@@ -43,7 +43,7 @@ def measured(method: str, ratio: float) -> Measured:
 
 
 class FakeTrial:
-    """Stands for `kvboost.quality.ReuseTrial`."""
+    """Stands for `kvboost.proof.quality.ReuseTrial`."""
 
     def __init__(self, engine: FakeEngine, prompt_ids: np.ndarray, continuation_tokens: int) -> None:
         assert continuation_tokens == 32

@@ -11,7 +11,8 @@ import torch
 
 from kvboost.bench import plots, rag
 from kvboost.bench.rag import RagSettings
-from kvboost.models import GenerationMode, GenerationResult, Origin, Span
+from kvboost.choices import GenerationMode, Origin
+from kvboost.models import GenerationResult, Span
 
 SMALL = RagSettings(
     documents=3,

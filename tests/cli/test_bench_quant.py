@@ -12,14 +12,14 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvboost.arena import Arena, probe_layout
 from kvboost.bench import plots, quant
 from kvboost.bench.quant import NAIVE, VARIANTS, QuantSettings, quantize_in_place
 from kvboost.cli import bench_quant, bench_view
 from kvboost.cli.main import main
 from kvboost.errors import InvalidRequestError
-from kvboost.kv_codec import KVCodec
-from kvboost.rope import learn_rotation
+from kvboost.kv.arena import Arena, probe_layout
+from kvboost.kv.codec import KVCodec
+from kvboost.kv.rope import learn_rotation
 from tests.tiny_models import tiny_model
 
 SMALL = ["--prompts", "3", "--cached-tokens", "800", "1800", "--continuation", "4", "--chunk-size", "32"]

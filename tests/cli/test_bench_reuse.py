@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvboost import quality as measuring
 from kvboost.bench import plots
 from kvboost.bench.quality import QualitySettings
 from kvboost.bench.rag import RagSettings
 from kvboost.cli import bench_reuse, bench_view
 from kvboost.cli.main import main
+from kvboost.proof import quality as measuring
 
 QUALITY = ["--prompts", "4", "--documents", "2", "--prompt-tokens", "500", "--ratios", "0.10,0.20"]
 QUALITY += ["--continuation", "4", "--chunk-size", "16"]

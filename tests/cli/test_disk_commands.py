@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvboost.cli.main import main
-from kvboost.disk_folder import DESCRIPTION, seal
-from kvboost.disk_tier import INDEX, SLOTS, DiskTier
+from kvboost.disk.folder import DESCRIPTION, seal
+from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 
 TEXT = "The lamp is lit thirty minutes before sunset."  # the tiny tokenizer has a token per byte
 SLOT_BYTES = 16_384  # of 16 tokens

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from kvboost.choices import Origin
 from kvboost.cli import explain_view
 from kvboost.cli.main import main
-from kvboost.explain import ExplainedSpan, Explanation
-from kvboost.models import Origin
+from kvboost.reuse.explain import ExplainedSpan, Explanation
 
 DONOR = "0123456789abcdef"
 EXPLANATION = Explanation(

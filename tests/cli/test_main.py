@@ -16,7 +16,14 @@ from kvboost import __version__
 from kvboost.cli.main import KVBoostGroup, in_one_line, main
 from kvboost.errors import KVBoostError
 
-HEAVY = {"torch", "transformers", "kvboost.engine", "kvboost.models", "kvboost.bench", "kvboost.loading"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "kvboost.engine",
+    "kvboost.models",
+    "kvboost.bench",
+    "kvboost.loading.pretrained",
+}
 
 COMMANDS = [
     [],

@@ -9,11 +9,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvboost import loading
+from kvboost.choices import GenerationMode
 from kvboost.cli.generate import MODES
-from kvboost.cli.options import ENGINE_FLAGS, LOADING_FLAGS, engine_options
+from kvboost.cli.main import main
+from kvboost.cli.options import ENGINE_OPTIONS, LOADING_OPTIONS, engine_options
 from kvboost.engine import InferenceEngine
-from kvboost.models import GenerationMode
+from kvboost.settings import PretrainedArguments
 
 PARAMETERS = inspect.signature(InferenceEngine.__init__).parameters
 
@@ -33,20 +34,29 @@ def given(*arguments: str) -> dict[str, Any]:
 
 
 def test_every_engine_option_is_a_flag() -> None:
-    names = {flag.name for flag in ENGINE_FLAGS}
+    names = {each.name for each in ENGINE_OPTIONS}
     assert names == set(PARAMETERS) - {"self", "model", "tokenizer"}
 
 
-@pytest.mark.parametrize("flag", ENGINE_FLAGS, ids=lambda flag: flag.name)
-def test_flags_show_the_engines_defaults(flag: Any) -> None:
-    assert flag.default == PARAMETERS[flag.name].default
+@pytest.mark.parametrize("each", ENGINE_OPTIONS, ids=lambda each: each.name)
+def test_flags_show_the_engines_defaults(each: Any) -> None:
+    assert each.default == PARAMETERS[each.name].default
 
 
 def test_loading_flags_are_loading_options() -> None:
-    names = [flag.name for flag in LOADING_FLAGS]
-    for_transformers, for_engine = loading.split_options(dict.fromkeys(names), ())
-    assert list(for_transformers) == names
-    assert not for_engine
+    names = {each.name for each in LOADING_OPTIONS}
+    found = PretrainedArguments.checked("builtin", True, dict.fromkeys(names, "given")).loading_options
+    assert found.keys() == names
+
+
+def test_help_shows_options_in_groups() -> None:
+    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    headings = ["Options:", "Model options:", "Cache options:", "Reuse options:", "Serving options:"]
+    places = [shown.index(f"\n{heading}") for heading in [*headings, "Advanced options:"]]
+    assert places == sorted(places)
+    cache = shown[places[2] : places[3]]
+    assert "--max-cache-bytes SIZE|none" in cache
+    assert "--disk-cache-dir FOLDER" in cache
 
 
 def test_modes_are_the_engines() -> None:

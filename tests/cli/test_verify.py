@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvboost import rope
 from kvboost.cli.main import main
+from kvboost.kv import rope
 
 
 def run(*arguments: str) -> Any:

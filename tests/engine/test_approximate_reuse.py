@@ -14,18 +14,22 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvboost import GenerationResult, KVBoost, calibration, decode, repair
-from kvboost.approximation import BIT_EXACT_REASON, NOT_CALIBRATED_REASON
-from kvboost.arena import Arena
-from kvboost.calibration import Calibration
-from kvboost.content_index import ContentIndex
-from kvboost.costs import CostEstimate
+from kvboost import GenerationResult, KVBoost
+from kvboost.choices import AssemblyMode, Origin
 from kvboost.errors import CacheFileError, InvalidRequestError
-from kvboost.models import AssemblyMode, Loan, Origin, Patchwork
-from kvboost.namespace import Namespace
-from kvboost.prefix_tree import below
-from kvboost.prompt_assembler import CHAIN_REASON, LOSSY_REASON
-from kvboost.rope import LENGTH_REASON, WINDOW_REASON
+from kvboost.identity.namespace import Namespace
+from kvboost.kv.arena import Arena
+from kvboost.kv.rope import LENGTH_REASON, WINDOW_REASON
+from kvboost.models import Borrow, CompositeChunk
+from kvboost.proof import calibration
+from kvboost.proof.calibration import Calibration
+from kvboost.reuse import repair
+from kvboost.reuse.assembler import CHAIN_REASON, LOSSY_REASON
+from kvboost.reuse.costs import CostEstimate
+from kvboost.reuse.policy import BIT_EXACT_REASON, NOT_CALIBRATED_REASON
+from kvboost.run import decode
+from kvboost.store.content_index import ContentIndex
+from kvboost.store.prefix_tree import below
 from tests.tiny_models import LENGTH_DEPENDENT, random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]
@@ -69,16 +73,16 @@ def check_store(engine: KVBoost) -> None:
     indexed: dict[str, list[Any]] = {}
     for key, entry in store.entries.items():
         assert entry.readers == 0
-        patchwork = entry.chunk.patchwork
-        if patchwork is None:
+        composite = entry.chunk.composite
+        if composite is None:
             indexed.setdefault(store.namespaces[entry.root_key].content_key, []).append(entry.node)
             continue
-        for loan in patchwork.loans:
-            debts.setdefault(loan.donor, set()).add(key)
-            donor = store.entries[loan.donor]  # nothing dangles
-            taken = donor.chunk.token_ids[loan.offset : loan.offset + loan.end - loan.start]
-            first = loan.start - entry.node.start
-            assert list(taken) == list(entry.chunk.token_ids[first : first + loan.end - loan.start])
+        for borrow in composite.borrows:
+            debts.setdefault(borrow.donor, set()).add(key)
+            donor = store.entries[borrow.donor]  # nothing dangles
+            taken = donor.chunk.token_ids[borrow.offset : borrow.offset + borrow.end - borrow.start]
+            first = borrow.start - entry.node.start
+            assert list(taken) == list(entry.chunk.token_ids[first : first + borrow.end - borrow.start])
     assert debts == store.borrowers
     for key, nodes in indexed.items():
         store.contents.get(key, ContentIndex()).check_integrity(nodes)
@@ -258,7 +262,7 @@ def check_exact_tree(engine: KVBoost, namespace: Namespace | None = None) -> int
         wanted = fresh_kv(engine.model, ids)
         for node in path:
             chunk = store.entries[node.key].chunk
-            assert chunk.patchwork is None
+            assert chunk.composite is None
             for pair, wanted_pair in zip(chunk.past_key_values, wanted, strict=True):
                 for part, full in zip(pair, wanted_pair, strict=True):
                     piece = full[:, :, node.start : node.end]
@@ -326,8 +330,8 @@ def test_nothing_computed_on_approximate_kv_is_in_the_exact_tree(make_engine: Ma
     result = engine.generate(prompt, max_new_tokens=20)
     assert approximate_tokens(result) > 0
     assert check_exact_tree(engine) == stored_exactly
-    loose = engine.cache_manager._store.roots[engine.namespace().loose().key]
-    assert below(loose)  # the live text behind approximate text is kept, but not as exact
+    tainted = engine.cache_manager._store.roots[engine.namespace().tainted().key]
+    assert below(tainted)  # the live text behind approximate text is kept, but not as exact
     starts_live = [*random_ids(50, seed=3), *shelf[1], *random_ids(5, seed=4)]
     result = engine.generate(starts_live, max_new_tokens=2)
     assert result.spans[0].origin is Origin.LIVE
@@ -350,7 +354,7 @@ def test_an_approximate_arena_never_stands_for_exact_text(make_engine: MakeEngin
     result = two.generate(prompt, max_new_tokens=8)
     assert {span.origin for span in result.spans[:-1]} == {Origin.EXACT}
     assert result.token_ids == two.generate(prompt, max_new_tokens=8, mode="baseline").token_ids
-    kept = two._workspace._kept
+    kept = two.core.parts.workspace._kept
     assert kept is not None
     for layer, (key, value) in zip(kept.arena.layers, fresh_kv(model, prompt), strict=True):
         for part, wanted in ((layer._keys, key), (layer._values, value)):
@@ -482,7 +486,7 @@ def test_interleaved_chats_get_the_same_answers(make_engine: MakeEngine) -> None
 
 def check_chain_is_what_was_computed(engine: KVBoost, ids: Sequence[int]) -> int:
     """The chain of `ids`, put together from the store, equals the arena of the request that left it."""
-    kept = engine._workspace._kept
+    kept = engine.core.parts.workspace._kept
     assert kept is not None
     known = kept.token_ids
     assert known.tolist() == list(ids[: len(known)])
@@ -642,7 +646,7 @@ def test_a_donor_that_comes_back_while_a_chain_is_refused(
     monkeypatch.setattr(manager, "_refuse", meanwhile)
     manager.store_chain(
         document,
-        Patchwork((Loan(0, 16, donor, 0),), np.zeros(0, dtype=np.int64)),
+        CompositeChunk((Borrow(0, 16, donor, 0),), np.zeros(0, dtype=np.int64)),
         engine.layout,
         lambda _positions: (),
         engine.namespace(),
@@ -660,19 +664,19 @@ def test_saved_content_is_found_again(
     model = long_model()
     shelf = documents(2, seed=17, low=90, high=120)
     one = shelf_engine(make_engine, shelf, model=model)
-    offset_text, loose_text = random_ids(80, seed=1), random_ids(70, seed=2)
+    offset_text, tainted_text = random_ids(80, seed=1), random_ids(70, seed=2)
     one.warm(offset_text, position_offset=33)
-    prompt = [*random_ids(5, seed=3), *shelf[1], *shelf[0], *loose_text]
+    prompt = [*random_ids(5, seed=3), *shelf[1], *shelf[0], *tainted_text]
     one.generate(prompt, max_new_tokens=1)
     store = one.cache_manager._store
-    chains = sum(entry.chunk.patchwork is not None for entry in store.entries.values())
+    chains = sum(entry.chunk.composite is not None for entry in store.entries.values())
     assert chains == 1
     saved = one.save(tmp_path / "cache")
     assert saved == len(store.entries) - chains
     two = make_engine(model=model)
     assert two.load(tmp_path / "cache").loaded == saved
     check_store(two)
-    for text in (offset_text, loose_text[:-1], *shelf):
+    for text in (offset_text, tainted_text[:-1], *shelf):
         asked = [*random_ids(11, seed=4), *text, *random_ids(5, seed=5)]
         expected, result = (engine.generate(asked, max_new_tokens=4) for engine in (one, two))
         assert approximate_tokens(result) == len(text)
@@ -987,7 +991,7 @@ def test_beams_and_sampling_run_on_the_repaired_arena(
     with engine.assembler.planned(ids, engine.namespace(), total - 1, mode=AssemblyMode.CHUNK_REUSE) as plan:
         arena = Arena(engine.layout, total + 12)
         engine.assembler.place(plan, arena)
-    strategy = engine._approximation.strategy(plan)
+    strategy = engine.core.parts.approximation.strategy(plan)
     repair.complete(model, ids, arena, plan.repair_runs, strategy, end=total - 1)
     given = dict(options)
     seed, do_sample = given.pop("seed", None), given.pop("do_sample", False)

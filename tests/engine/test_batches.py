@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
+from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError, PartialResultsError
-from kvboost.models import Origin
 from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
 
@@ -610,7 +610,7 @@ def test_an_arena_full_of_nan_does_no_harm(make_engine: MakeEngine) -> None:
     prompts = ragged(5, 40, seed=63)
     expected = baseline(engine, prompts, max_new_tokens=6)
     engine.generate_batch(prompts, max_new_tokens=6)
-    kept = engine._workspace._kept
+    kept = engine.core.parts.workspace._kept
     assert kept is not None
     for slab in kept.arena.slabs:
         slab[:, :, len(kept.token_ids) :] = float("nan")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from kvboost.choices import Origin
 from kvboost.errors import CacheFileError
-from kvboost.models import Origin
 from tests.tiny_models import random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]
@@ -249,7 +249,7 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvboost.snapshot._sync", full_disk)
+        patch.setattr("kvboost.disk.snapshot._sync", full_disk)
         with pytest.raises(OSError, match="No space"):
             engine.save(tmp_path / "cache")
     assert make_engine().load(tmp_path / "cache").loaded == 4
@@ -316,7 +316,7 @@ def test_threads_with_text_and_chats(make_engine: MakeEngine) -> None:
 
 
 def test_look_ups_do_not_wait_for_a_forward(make_engine: MakeEngine) -> None:
-    from kvboost.decode import model_lock
+    from kvboost.run.decode import model_lock
 
     engine = make_engine()
     text = random_ids(40, seed=1)

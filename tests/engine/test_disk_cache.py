@@ -22,10 +22,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import GenerationResult, KVBoost, disk_cache
-from kvboost.disk_tier import INDEX, SLOTS, DiskTier
+from kvboost import GenerationResult, KVBoost
+from kvboost.choices import Origin
+from kvboost.disk import cache as disk_cache
+from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError, InvalidRequestError
-from kvboost.models import Origin
 from tests.engine.test_approximate_reuse import (
     approximate_tokens,
     chain_tokens,
@@ -78,7 +79,7 @@ def hang(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
                 released.wait()
                 return real(*arguments)
 
-            monkeypatch.setattr(f"kvboost.slot_file.os.{name}", hanging)
+            monkeypatch.setattr(f"kvboost.disk.slot_file.os.{name}", hanging)
         return released
 
     yield start
@@ -87,8 +88,8 @@ def hang(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
 
 
 def tier_of(engine: KVBoost) -> DiskTier:
-    assert engine._disk is not None
-    return engine._disk.tier
+    assert engine.core.parts.disk is not None
+    return engine.core.parts.disk.tier
 
 
 def slots_of(engine: KVBoost) -> Path:
@@ -96,8 +97,8 @@ def slots_of(engine: KVBoost) -> Path:
 
 
 def flush(engine: KVBoost) -> None:
-    assert engine._disk is not None
-    assert engine._disk.flush(20.0)
+    assert engine.core.parts.disk is not None
+    assert engine.core.parts.disk.flush(20.0)
 
 
 def go_cold(engine: KVBoost) -> None:
@@ -109,7 +110,7 @@ def go_cold(engine: KVBoost) -> None:
         while keys := [key for key in store.tier.evictable() if key in store.saved]:
             for key in keys:
                 store._evict(store.entries[key])
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     manager.check_integrity()
 
 
@@ -239,7 +240,7 @@ def test_a_second_engine_answers_as_one_that_kept_all_in_ram(
         prompts.append([*texts[2], *texts[1], *texts[0], 7])
     for number, prompt in enumerate(prompts):
         for mode in ("prefix_cache", "chunk_kv_reuse") if number < 3 else ("chunk_kv_reuse",):
-            two._workspace.drop()
+            two.core.parts.workspace.drop()
             in_ram._workspace.drop()
             stored = two.cache_stats()["stored_chunks"]
             result, wanted = answer(two, prompt, mode), answer(in_ram, prompt, mode)
@@ -383,7 +384,7 @@ def test_explain_reads_nothing(disk_engine: MakeEngine, monkeypatch: pytest.Monk
         reads.append(arguments)
         return _REAL["preadv"](*arguments)
 
-    monkeypatch.setattr("kvboost.slot_file.os.preadv", counted)
+    monkeypatch.setattr("kvboost.disk.slot_file.os.preadv", counted)
     before = two.cache_stats()
     assert two.explain([*text, 7]).cached_tokens == 100
     assert two.explain([*random_ids(9, seed=3), *text, 7]).prompt_tokens == 110
@@ -401,7 +402,7 @@ def test_a_slice_of_a_cold_chunk(disk_engine: MakeEngine) -> None:
     for leaves_at in (1, 15, 16, 17, 33, 63):
         prompt = [*text[:leaves_at], *random_ids(3, seed=leaves_at, low=100)]
         assert answers_as_baseline(two, prompt).cached_tokens == leaves_at
-        two._workspace.drop()
+        two.core.parts.workspace.drop()
         two.cache_manager.check_integrity()
 
 
@@ -574,7 +575,7 @@ def test_random_traffic_stays_in_both_budgets(
                 for text in shelf:
                     engine.unpin(text)
             else:
-                draw.choice([engine.clear, engine._workspace.drop, partial(flush, engine)])()
+                draw.choice([engine.clear, engine.core.parts.workspace.drop, partial(flush, engine)])()
         engine.cache_manager.check_integrity()
         stats = engine.cache_stats()
         assert stats["disk"]["chunks"] <= slots
@@ -762,7 +763,7 @@ def test_pinned_text_that_is_lost_on_disk_is_computed_again(how: str, disk_engin
     result = within(10.0, lambda: answer(engine, [*text, 7]))
     assert result.token_ids == expected
     engine.cache_manager.check_integrity()
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     assert within(10.0, lambda: answer(engine, [*text, 7])).token_ids == expected
     for _ in range(2):
         engine.unpin(text)
@@ -795,7 +796,7 @@ def test_clear_forgets_what_is_being_saved(
         time.sleep(0.003)
         return _REAL["pwritev"](*arguments)
 
-    monkeypatch.setattr("kvboost.slot_file.os.pwritev", slow)
+    monkeypatch.setattr("kvboost.disk.slot_file.os.pwritev", slow)
     engine = disk_engine()
     for number in range(4):
         text = random_ids(100, seed=number)
@@ -849,7 +850,8 @@ def test_replaced_tails_vanish_from_disk(disk_engine: MakeEngine) -> None:
             go_cold(engine)
         flush(engine)
         time.sleep(0.02)
-        engine._disk and engine._disk.wake()  # the saver takes tails away after it has saved
+        # the saver takes tails away after it has saved
+        engine.core.parts.disk and engine.core.parts.disk.wake()
     deadline = time.monotonic() + 5
     while len(tier_of(engine)) > 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -872,7 +874,7 @@ def test_a_tail_whose_successor_cannot_be_kept_stays_on_disk(state: str, disk_en
         one.warm([*text, 299, 3])  # quantized KV cannot hold what is not finite
         one.cache_manager.check_integrity()
         assert one.explain([*text, 7]).cached_tokens == 20
-        one._workspace.drop()
+        one.core.parts.workspace.drop()
         assert answer(one, [*text, 7]).cached_tokens == 20
         one.cache_manager.check_integrity()
     assert disk_engine(model=broken, kv_cache_bits=8).explain([*text, 7]).cached_tokens >= 20
@@ -927,7 +929,7 @@ def test_close_saves_all_and_can_be_called_twice(
         time.sleep(0.005)
         return _REAL["pwritev"](*arguments)
 
-    monkeypatch.setattr("kvboost.slot_file.os.pwritev", slow)
+    monkeypatch.setattr("kvboost.disk.slot_file.os.pwritev", slow)
     texts = [random_ids(100, seed=seed) for seed in range(8)]
     engine = disk_engine()
     for text in texts:
@@ -1019,11 +1021,11 @@ def scripted_run(make: MakeEngine, folder: Path, expected: list[list[int]], mode
     options = {"model": model, "disk_cache_dir": folder, "disk_cache_bytes": 12 * SLOT_BYTES, "max_chunks": 6}
     with make(**options) as one:
         one.warm(A)
-        one._disk.flush(5.0)
+        one.core.parts.disk.flush(5.0)
         one.warm(B)
         for prompt, wanted in zip(SCRIPT_PROMPTS, expected, strict=True):
             assert answer(one, prompt, tokens=2).token_ids == wanted
-            one._workspace.drop()
+            one.core.parts.workspace.drop()
             one.cache_manager.check_integrity()
     with make(**options) as two:
         for prompt, wanted in zip(SCRIPT_PROMPTS, expected, strict=True):
@@ -1051,10 +1053,10 @@ def test_every_call_fails_once(
     while True:
         number += 1
         failing = Failing(_REAL[call], number, kinds[number % 3])
-        monkeypatch.setattr(f"kvboost.slot_file.os.{call}", failing)
+        monkeypatch.setattr(f"kvboost.disk.slot_file.os.{call}", failing)
         folder = tmp_path / str(number)
         scripted_run(make_engine, folder, script_answers, model)
-        monkeypatch.setattr(f"kvboost.slot_file.os.{call}", _REAL[call])
+        monkeypatch.setattr(f"kvboost.disk.slot_file.os.{call}", _REAL[call])
         if failing.failures == 0:
             break
         if number % 5 == 1:
@@ -1090,10 +1092,10 @@ def test_calls_that_keep_failing(
     for call in calls:
         error = errno.EIO if step % 2 else errno.ENOSPC
         failing = Failing(_REAL[call], 1, error, step=step, times=10**9)
-        monkeypatch.setattr(f"kvboost.slot_file.os.{call}", failing)
+        monkeypatch.setattr(f"kvboost.disk.slot_file.os.{call}", failing)
     scripted_run(make_engine, tmp_path / "disk", script_answers, model)
     for call in calls:
-        monkeypatch.setattr(f"kvboost.slot_file.os.{call}", _REAL[call])
+        monkeypatch.setattr(f"kvboost.disk.slot_file.os.{call}", _REAL[call])
     self_healed(make_engine, tmp_path / "disk", script_answers, model)
 
 
@@ -1263,7 +1265,7 @@ def test_a_prompt_that_needs_a_hanging_disk_waits_one_deadline(disk_engine: Make
     assert 1000 * DEADLINE_S * 0.9 <= result.ttft_ms < 1000 * DEADLINE_S * 1.8
     assert result.spans[-1].reason == disk_cache.TOO_SLOW
     assert two.cache_stats()["misses"] == {disk_cache.TOO_SLOW: 1}
-    two._workspace.drop()
+    two.core.parts.workspace.drop()
     again = answer(two, [*text, 7])  # in RAM by now
     assert again.token_ids == expected
     assert again.ttft_ms < 1000 * DEADLINE_S * 0.5
@@ -1377,7 +1379,7 @@ def test_a_slow_disk_is_waited_for_within_the_deadline(
         time.sleep(0.1)
         return _REAL["preadv"](*arguments)
 
-    monkeypatch.setattr("kvboost.slot_file.os.preadv", slow)
+    monkeypatch.setattr("kvboost.disk.slot_file.os.preadv", slow)
     result = answers_as_baseline(two, [*text, 7])
     assert result.cached_tokens == 64
     assert result.ttft_ms >= 100  # reported time has the waiting in it
@@ -1448,7 +1450,12 @@ def test_answers_while_others_clear_pin_and_close(disk_engine: MakeEngine) -> No
     engine = disk_engine(max_chunks=8)
     texts = [random_ids(64, seed=seed) for seed in range(5)]
     expected = [answer(engine, [*text, 7], "baseline").token_ids for text in texts]
-    others = [engine.clear, engine._workspace.drop, engine.cache_stats, partial(engine.pin, texts[0])]
+    others = [
+        engine.clear,
+        engine.core.parts.workspace.drop,
+        engine.cache_stats,
+        partial(engine.pin, texts[0]),
+    ]
 
     def work(number: int) -> None:
         for turn in range(16):
@@ -1543,7 +1550,7 @@ PROGRAMS = {
     "garbage": """
 one = engine()
 one.warm(random_ids(64, seed=1))
-one._disk.flush()
+one.core.parts.disk.flush()
 one.warm(random_ids(64, seed=2))
 del one
 gc.collect()
@@ -1552,7 +1559,7 @@ print("done", flush=True)
     "fork": """
 one = engine()
 one.warm(random_ids(64, seed=1))
-one._disk.flush()
+one.core.parts.disk.flush()
 child = os.fork()
 if child == 0:
     one.clear()
@@ -1564,8 +1571,8 @@ while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.time() < dead
     time.sleep(0.01)
 assert status == (child, 0), status
 one.warm(random_ids(64, seed=2))
-assert one._disk.flush(10)
-owners = os.listdir(one._disk.tier.folder / "owners")
+assert one.core.parts.disk.flush(10)
+owners = os.listdir(one.core.parts.disk.tier.folder / "owners")
 assert len(owners) == 1, owners
 child = os.fork()
 if child == 0:
@@ -1587,7 +1594,7 @@ while True:
     time.sleep(0.02)
     one.warm(random_ids(64, seed=number))
     if number % 4 == 3:
-        one._disk.flush()
+        one.core.parts.disk.flush()
         print(number, flush=True)
     number += 1
 """,

@@ -33,7 +33,9 @@ def test_warm_runs_one_contiguous_prefill(make_engine: MakeEngine) -> None:
     engine.warm(ids)
     with torch.no_grad():
         reference = engine.model(torch.tensor([ids]), use_cache=True).past_key_values
-    for match in engine.cache_manager.match_prefix(ids, engine._namespaces.current("")).matches:
+    for match in engine.cache_manager.match_prefix(
+        ids, engine.core.parts.fit._namespaces.current("")
+    ).matches:
         for (key, value), layer in zip(match.chunk.past_key_values, reference.layers, strict=True):
             torch.testing.assert_close(key, layer.keys[:, :, match.start : match.end], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(
@@ -351,7 +353,7 @@ def test_a_failure_while_storing_is_a_miss(make_engine: MakeEngine, monkeypatch:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvboost.arena.Arena.between", broken)
+        patch.setattr("kvboost.kv.arena.Arena.between", broken)
         assert engine.generate(ids, max_new_tokens=3).token_ids == expected
     assert engine.cache_stats()["refused"] == {"RuntimeError while storing": 1}
     assert engine.generate(ids, max_new_tokens=3).cached_tokens == 0

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvboost import KVBoost, linears
+from kvboost import KVBoost
+from kvboost.kernels import linears
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 5), (1, 64), (1, 65), (3, 40)])

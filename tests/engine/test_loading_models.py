@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.embedded import find_gguf
+from kvboost.loading.embedded import find_gguf
 from tests.tiny_models import random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]

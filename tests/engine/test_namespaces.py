@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import KVBoost, namespace
-from kvboost.cache_manager import KVCacheManager
-from kvboost.namespace import Namespace, NamespaceTracker
+from kvboost import KVBoost
+from kvboost.executor.model_fit import encoding_of
+from kvboost.identity import namespace
+from kvboost.identity.namespace import Namespace, NamespaceTracker
+from kvboost.store.manager import KVCacheManager
 from tests.tiny_models import random_ids, tiny_model
 
 SETTINGS = {"kv_cache_bits": 16, "overlap_k": 0, "sink_tokens": 0, "bit_exact": False}
@@ -42,7 +44,7 @@ def _check(manager: KVCacheManager, other: Namespace, reason: str) -> None:
 )
 def test_another_encoding(changes: dict[str, Any], make_engine: Callable[..., KVBoost]) -> None:
     engine = make_engine()
-    engine._namespaces = NamespaceTracker(engine.model, SETTINGS)
+    engine.core.parts.fit._namespaces = NamespaceTracker(engine.model, SETTINGS)
     manager = _stored_by(engine)
     assert manager.match_prefix(TEXT, NamespaceTracker(engine.model, SETTINGS).current("")).length == 40
     _check(manager, NamespaceTracker(engine.model, {**SETTINGS, **changes}).current(""), "other namespace")
@@ -55,7 +57,10 @@ def test_another_model(
     engine = make_engine()
     manager = _stored_by(engine)
     other = tiny_model("llama")
-    assert manager.match_prefix(TEXT, NamespaceTracker(other, engine._encoding()).current("")).length == 40
+    assert (
+        manager.match_prefix(TEXT, NamespaceTracker(other, encoding_of(engine.settings)).current("")).length
+        == 40
+    )
     if what == "weight":
         with torch.no_grad():
             other.model.layers[2].self_attn.k_proj.weight[1, 1] += 1e-3
@@ -68,12 +73,14 @@ def test_another_model(
         monkeypatch.setattr(namespace, "FORMAT_VERSION", namespace.FORMAT_VERSION + 1)
     else:
         other.config._attn_implementation = "eager"
-    _check(manager, NamespaceTracker(other, engine._encoding()).current(""), "other namespace")
+    _check(manager, NamespaceTracker(other, encoding_of(engine.settings)).current(""), "other namespace")
 
 
 def test_another_salt_learns_nothing(make_engine: Callable[..., KVBoost]) -> None:
     engine = make_engine()
     manager = _stored_by(engine)
-    _check(manager, engine._namespaces.current("someone else"), "never stored")
-    stranger = NamespaceTracker(tiny_model("llama", seed=9), engine._encoding()).current("someone else")
+    _check(manager, engine.core.parts.fit._namespaces.current("someone else"), "never stored")
+    stranger = NamespaceTracker(tiny_model("llama", seed=9), encoding_of(engine.settings)).current(
+        "someone else"
+    )
     _check(manager, stranger, "never stored")

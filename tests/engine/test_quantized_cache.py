@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from kvboost import CachedChunk, KVBoost, KVCacheManager, chained_hash
-from kvboost.arena import Arena, KVLayout, Packed
+from kvboost.choices import AssemblyMode, KVBits, Origin
 from kvboost.errors import CacheFileError, InvalidRequestError
-from kvboost.kv_codec import KVCodec, StoredKV
-from kvboost.models import AssemblyMode, KVBits, Origin, PastKVType
-from kvboost.namespace import Namespace
-from kvboost.prefix_tree import below
-from kvboost.prompt_assembler import CHAIN_REASON, LOSSY_REASON, QUANTIZED_REASON
+from kvboost.identity.namespace import Namespace
+from kvboost.kv.arena import Arena, KVLayout, Packed
+from kvboost.kv.codec import KVCodec, StoredKV
+from kvboost.models import PastKVType
+from kvboost.reuse.assembler import CHAIN_REASON, LOSSY_REASON, QUANTIZED_REASON
+from kvboost.store.prefix_tree import below
 from tests.engine.test_approximate_reuse import (
     APPROXIMATE,
     Chat,
@@ -102,7 +103,7 @@ def check_bytes(engine: KVBoost) -> None:
         kv = entry.chunk.kv
         assert entry.size_bytes == kv.nbytes == engine.codec.bytes_for(kv.tokens)
         assert kv.codec.bits == engine.codec.bits
-        own = entry.chunk.patchwork
+        own = entry.chunk.composite
         assert kv.tokens == (entry.chunk.length if own is None else len(own.own_positions))
 
 
@@ -247,7 +248,7 @@ def test_models_of_every_type(bits: KVBits, dtype: torch.dtype, make_engine: Mak
     engine = make_engine(kv_cache_bits=bits, dtype=dtype)
     text = random_ids(75, seed=1)
     engine.warm(text)
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     result = engine.generate([*text, *random_ids(5, seed=2)], max_new_tokens=4)
     assert result.cached_tokens == 75
     check_bytes(engine)
@@ -263,7 +264,7 @@ def test_architectures(bits: KVBits, architecture: str, make_engine: MakeEngine)
     engine = make_engine(architecture, kv_cache_bits=bits)
     ids = random_ids(70, seed=1)
     for turn in range(3):
-        engine._workspace.drop()
+        engine.core.parts.workspace.drop()
         result = engine.generate(ids, max_new_tokens=4, mode="prefix_cache")
         check_spans(result)
         check_labels(engine, result.spans)
@@ -471,7 +472,7 @@ def test_what_is_loaded_is_what_was_saved(bits: KVBits, make_engine: MakeEngine,
         prompt = [*text, *random_ids(6, seed=number)]
         answers = []
         for engine in (one, *loaded):
-            engine._workspace.drop()
+            engine.core.parts.workspace.drop()
             result = engine.generate(prompt, max_new_tokens=8, mode="prefix_cache")
             assert result.cached_tokens == len(text)
             check_labels(engine, result.spans)
@@ -570,7 +571,7 @@ def test_the_next_answer_is_the_same_behind_kv_that_is_not_finite(
         )
         if behind:
             engine.generate([BAD_TOKEN] * 300, max_new_tokens=6)
-            assert engine._workspace.nbytes > 0
+            assert engine.core.parts.workspace.nbytes > 0
         results.append(engine.generate(prompt, max_new_tokens=6))
         check_spans(results[-1])
         check_bytes(engine)
@@ -623,7 +624,7 @@ def test_a_refused_longer_text_does_not_lose_the_tail(make_engine: MakeEngine) -
 
 @pytest.mark.parametrize("bits", LOSSY)
 def test_a_chain_over_a_tail_whose_successor_is_refused(bits: KVBits, make_engine: MakeEngine) -> None:
-    """Loans that were moved to a chunk that never comes do not dangle."""
+    """Borrows that were moved to a chunk that never comes do not dangle."""
     shelf = [random_ids(length, seed=length) for length in (102, 87)]
     engine = shelf_engine(make_engine, shelf, model=broken_model(), kv_cache_bits=bits)
     chat = Chat(engine, [shelf[1], shelf[0]], seed=1)
@@ -631,13 +632,13 @@ def test_a_chain_over_a_tail_whose_successor_is_refused(bits: KVBits, make_engin
     for document in shelf:
         engine.warm([*document, BAD_TOKEN, *random_ids(20, seed=3)])
         check_bytes(engine)
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     result = chat.turn()
     assert result.cached_tokens > 150
     check_bytes(engine)
 
 
-@pytest.mark.parametrize("kind", ["exact", "loose", "chain"])
+@pytest.mark.parametrize("kind", ["exact", "tainted", "chain"])
 def test_approximate_requests_go_on_where_storing_is_refused(
     kind: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -657,7 +658,7 @@ def test_approximate_requests_go_on_where_storing_is_refused(
             count += 1
             tokens = raw[0].shape[1]
             is_chain = tokens not in (16, 50 % 16, (60 + 3) % 16)
-            if {"exact": count == 2, "loose": count == 6, "chain": is_chain}[kind]:
+            if {"exact": count == 2, "tainted": count == 6, "chain": is_chain}[kind]:
                 raise UnstorableKVError("not finite")
             return encode(raw)
 
@@ -667,7 +668,7 @@ def test_approximate_requests_go_on_where_storing_is_refused(
         check_bytes(engine)
         assert engine.cache_stats()["refused"].get("not finite", 0) == int(refuses)
         monkeypatch.undo()
-        engine._workspace.drop()
+        engine.core.parts.workspace.drop()
         check_spans(engine.generate([*prompt, 9, 8, 7], max_new_tokens=2))
         check_bytes(engine)
     assert answers[0] == answers[1]
@@ -731,7 +732,7 @@ def test_repairing_everything_is_a_full_prefill(
     result = engine.generate(prompt, max_new_tokens=12)
     assert result.recomputed_tokens == sum(map(len, shelf))
     assert result.token_ids == engine.generate(prompt, max_new_tokens=12, mode="baseline").token_ids
-    kept = engine._workspace._kept
+    kept = engine.core.parts.workspace._kept
     assert kept is not None
     for layer, pair in zip(kept.arena.layers, fresh_kv(engine.model, prompt), strict=True):
         for part, wanted in zip((layer._keys, layer._values), pair, strict=True):
@@ -755,7 +756,7 @@ def test_a_chain_decodes_to_what_was_computed(
             assert (result.recomputed_tokens, result.cached_tokens) == (0, known)
             assert chain_tokens(result) > 300
             assert {s.reason for s in result.spans if s.origin is Origin.APPROXIMATE} == {CHAIN_REASON}
-        kept = engine._workspace._kept
+        kept = engine.core.parts.workspace._kept
         assert kept is not None
         ids = kept.token_ids
         for layer, pair in enumerate(placed(engine, ids.tolist())):
@@ -766,7 +767,7 @@ def test_a_chain_decodes_to_what_was_computed(
                 error = token_errors(part, wanted)
                 assert float(error.max()) <= 2 * TOLERANCE[bits], (turn, layer)
         check_bytes(engine)
-        engine._workspace.drop()  # the next turn has nothing but the store
+        engine.core.parts.workspace.drop()  # the next turn has nothing but the store
     check_tree(engine)
 
 
@@ -781,7 +782,7 @@ def test_the_first_answer_over_documents_is_the_same_with_and_without_the_worksp
     for dropped in (False, True):
         engine = shelf_engine(make_engine, shelf, model=model, kv_cache_bits=8)
         if dropped:
-            engine._workspace.drop()
+            engine.core.parts.workspace.drop()
         result = engine.generate(prompt, max_new_tokens=8)
         answers.append((result.token_ids, result.spans))
     assert answers[0] == answers[1]
@@ -799,7 +800,7 @@ def test_overlap_chunks_keep_their_encoding_and_label(
     engine = make_engine(model=long_model(), kv_cache_bits=bits, overlap_k=10, sink_tokens=sink)
     text = random_ids(75, seed=1)
     engine.warm(text[:60])
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     engine.warm(text)
     wanted = overlap_reference(engine.model, text, 16, 10, sink)
     matches = engine.cache_manager.match_prefix(text, engine.namespace()).matches
@@ -853,7 +854,7 @@ def test_every_way_in_and_out(
     check_labels(engine, wanted.spans)
     assert wanted.cached_tokens == explained.cached_tokens >= 70
     check_bytes(engine)
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     stream = engine.stream([*prompt, *random_ids(3, seed=5)], max_new_tokens=6)
     assert isinstance("".join(stream), str)
     check_spans(stream.result)
@@ -886,7 +887,7 @@ def test_cuts_at_sentence_ends(make_engine: MakeEngine) -> None:
     text = "A story of some length. It goes on! Does it? Yes.\nIt ends here, or so they say. " * 3
     engine = make_engine(kv_cache_bits=4, chunk_boundary_window=6)
     engine.warm(text)
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     result = engine.generate(text + "And then", max_new_tokens=3)
     lengths = {s.length for s in result.spans if s.origin is Origin.EXACT}
     assert len(lengths) > 2
@@ -902,7 +903,7 @@ def test_beams_and_sampling(bits: KVBits, make_engine: MakeEngine) -> None:
     engine.warm(text)
     prompt = [*text, *random_ids(5, seed=2)]
     for options in ({"num_beams": 3}, {"do_sample": True, "seed": 3}):
-        engine._workspace.drop()
+        engine.core.parts.workspace.drop()
         result = engine.generate(prompt, max_new_tokens=5, **options)
         assert result.cached_tokens >= 60
         check_spans(result)
@@ -942,7 +943,7 @@ def test_a_chunk_of_ones_own_is_saved_and_loaded_with_what_follows_it(
     past = tuple((k[:, :, 16:].clone(), v[:, :, 16:].clone()) for k, v in fresh_kv(model, ids))
     own = CachedChunk(key, "", ids[16:], past, 16, 32, prefix_hash=key, parent_hash=parent)
     assert engine.cache_manager.store(own)
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     assert engine.generate([*ids, 7], max_new_tokens=2).cached_tokens == 32
     engine.cache_manager.check_integrity()
     saved = engine.save(tmp_path / "cache")
@@ -1038,7 +1039,7 @@ def test_errors_do_not_grow_with_the_turns_of_a_chat(
     for turn in range(10):
         result = engine.generate(ids, max_new_tokens=5, mode="prefix_cache")
         assert result.cached_tokens == known
-        engine._workspace.drop()  # every turn starts from what is stored
+        engine.core.parts.workspace.drop()  # every turn starts from what is stored
         known = len(ids) + len(result.token_ids) - 1
         ids = [*ids, *result.token_ids, *random_ids(5, seed=100 + turn)]
     check_tree(engine)
@@ -1056,7 +1057,7 @@ def test_a_tail_that_grows_by_one_token_at_a_time(bits: KVBits, make_engine: Mak
     text = random_ids(64, seed=1)
     for length in range(1, 65):
         engine.warm(text[:length])
-        engine._workspace.drop()
+        engine.core.parts.workspace.drop()
         assert engine.cache_stats()["chunks"] == 1
         assert engine.cache_stats()["bytes"] == engine.codec.bytes_for(length)
     check_bytes(engine)
@@ -1078,7 +1079,7 @@ def test_chats_of_messages(bits: KVBits, make_engine: MakeEngine) -> None:
         check_labels(engine, result.spans)
         assert turn == 0 or result.kv_reuse_ratio > 0.5
         messages.append({"role": "assistant", "content": result.output_text})
-        engine._workspace.drop()
+        engine.core.parts.workspace.drop()
     check_bytes(engine)
     check_tree(engine)
 

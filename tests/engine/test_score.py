@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost
+from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError
-from kvboost.models import Origin, ScoreResult
+from kvboost.models import ScoreResult
 from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
 
@@ -78,7 +79,7 @@ def test_shared_starts_are_computed_once_and_equal_forwards_are_shared(
     start = random_ids(64, 1)
     prompts = [start + random_ids(10, 50 + i) for i in range(5)]
     pairs = [(prompt, [30 + each]) for prompt in prompts for each in range(4)]
-    assert not engine.why_no_rows
+    assert not engine.why_not_packed
     fed = count_fed(monkeypatch, engine.model)
     results = engine.score(*map(list, zip(*pairs, strict=True)))
     assert sum(fed) == 64 + 5 * 10
@@ -132,7 +133,7 @@ def test_approximate_reuse_scores_behind_moved_text(
 ) -> None:
     """With everything recomputed, moved text scores as if it had been read here."""
     engine = make_engine(recompute_ratio=1.0)
-    monkeypatch.setattr(engine._approximation, "estimate", None)  # though it does not pay
+    monkeypatch.setattr(engine.core.parts.approximation, "estimate", None)  # though it does not pay
     document = random_ids(96, 5)
     engine.warm(document)
     pairs = [(random_ids(9, 60) + document + random_ids(20, 70), random_ids(5, 80))]
@@ -156,7 +157,7 @@ def test_rope_that_changes_with_length(make_engine: MakeEngine, name: str) -> No
     pairs = [*choices(2, 30, seed=6), *choices(1, ROPE_RANGE, seed=7)]
     results = engine.score(*map(list, zip(*pairs, strict=True)))
     for (prompt, continuation), result in zip(pairs, results, strict=True):
-        from kvboost import rope
+        from kvboost.kv import rope
 
         rope.reset_dynamic_frequencies(engine.model)
         values, _ = plain(engine.model, prompt, continuation)

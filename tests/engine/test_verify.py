@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import (
-    CorrectnessReport,
-    KVBoost,
-    arena,
-    attention,
-    decode,
-    keeper,
-    kv_codec,
-    rope,
-    row_attention,
-)
+from kvboost import CorrectnessReport, KVBoost
 from kvboost.errors import InvalidRequestError
+from kvboost.kernels import attention
+from kvboost.kernels import packed as row_attention
+from kvboost.kv import arena, rope
+from kvboost.kv import codec as kv_codec
+from kvboost.reuse import chunk_writer as writer
+from kvboost.run import decode
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, random_ids
 
 MakeEngine = Callable[..., KVBoost]
@@ -159,7 +155,7 @@ def test_stale_kv_under_a_prefix_hash(make_engine: MakeEngine) -> None:
     other = engine.cache_manager.match_prefix(random_ids(120, 6), namespace).matches[2].chunk
     for mine, theirs in zip(_tensors(stale), _tensors(other), strict=True):
         mine.copy_(theirs)
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     report = engine.verify_correctness([PROMPT], 12)
     assert not report
     assert not report.passed
@@ -238,7 +234,7 @@ def test_all_positions_off_by_one(make_engine: MakeEngine, monkeypatch: pytest.M
 def test_swapped_layers_in_the_store(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored as layer 0 is that of layer 2."""
     engine = make_engine()
-    right = keeper.Keeper.keep_from
+    right = writer.ChunkWriter.keep_from
 
     def swapped(self: Any, token_ids: Any, between: Any, namespace: Any, **options: Any) -> Any:
         def wrong(start: int, end: int) -> Any:
@@ -250,9 +246,9 @@ def test_swapped_layers_in_the_store(make_engine: MakeEngine, monkeypatch: pytes
 
         return right(self, token_ids, wrong, namespace, **options)
 
-    monkeypatch.setattr(keeper.Keeper, "keep_from", swapped)
+    monkeypatch.setattr(writer.ChunkWriter, "keep_from", swapped)
     report = engine.verify_correctness([PROMPT], 6)
-    engine._workspace.drop()
+    engine.core.parts.workspace.drop()
     again = engine.verify_correctness([PROMPT], 6)
     for found in (report, again):
         assert not found.passed

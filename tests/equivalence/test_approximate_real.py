@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvboost import KVBoost
-from kvboost.models import Origin
-from kvboost.quality import ReuseTrial
+from kvboost.choices import Origin
+from kvboost.proof.quality import ReuseTrial
 from tests.equivalence.proofs import write_result
 from tests.texts import corpus, corpus_ids
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvboost import GenerationResult, KVBoost
-from kvboost.models import Origin
+from kvboost.choices import Origin
 from tests.equivalence.proofs import write_result
 from tests.forwards import count_fed
 from tests.texts import corpus_ids

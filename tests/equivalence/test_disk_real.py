@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
-from kvboost.models import Origin
+from kvboost.choices import Origin
 from tests.texts import corpus_ids
 
 pytestmark = [pytest.mark.real_model]

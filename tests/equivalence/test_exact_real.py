@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.models import Origin
+from kvboost.choices import Origin
 from tests.equivalence.proofs import bit_exact_cases, chat_turns, prefix_case, write_result
 
 pytestmark = [pytest.mark.real_model, pytest.mark.exactness]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.models import Origin
-from kvboost.rope import GATED_REASON
+from kvboost.choices import Origin
+from kvboost.kv.rope import GATED_REASON
 from tests.equivalence.capture import generate_with_logits
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, VOCAB, random_ids, tiny_model
 

@@ -9,7 +9,7 @@ import torch
 
 from kvboost import KVBoost, dequantize_kv, quantize_kv
 from kvboost.bench.quant import MAX_BYTES, MAX_KL, QuantSettings, _cases, _errors, _trial
-from kvboost.rope import learn_rotation
+from kvboost.kv.rope import learn_rotation
 from tests.texts import corpus_ids
 
 pytestmark = [pytest.mark.real_model]
@@ -66,7 +66,7 @@ def test_a_warm_answer_over_quantized_kv(real: KVBoost, bits: Any) -> None:
     with engine_of(real, kv_cache_bits=bits) as engine:
         expected = engine.generate(text, max_new_tokens=8, mode="baseline")
         engine.warm(text[:600])
-        engine._workspace.drop()  # what is left in the arena was never quantized
+        engine.core.parts.workspace.drop()  # what is left in the arena was never quantized
         result = engine.generate(text, max_new_tokens=8)
         assert result.cached_tokens == 600
         assert {span.reason for span in result.spans[:-1]} == {"exact prefix, quantized"}

@@ -16,20 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from kvboost import (
-    CacheBlendRecompute,
-    KVBoost,
-    SelectiveRecompute,
-    attention,
-    decode,
-    repair,
-    sparse_forward,
-)
-from kvboost.arena import Arena, probe_layout
-from kvboost.costs import CostEstimate
-from kvboost.models import AssembledPrompt, AssemblyMode, Origin
-from kvboost.prompt_assembler import PromptAssembler
-from kvboost.repair import RepairStrategy
+from kvboost import CacheBlendRecompute, KVBoost, SelectiveRecompute
+from kvboost.choices import AssemblyMode, Origin
+from kvboost.kernels import attention
+from kvboost.kv.arena import Arena, probe_layout
+from kvboost.models import AssembledPrompt
+from kvboost.reuse import repair
+from kvboost.reuse.assembler import PromptAssembler
+from kvboost.reuse.costs import CostEstimate
+from kvboost.reuse.repair import RepairStrategy
+from kvboost.run import decode, sparse_forward
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 pytestmark = pytest.mark.exactness
@@ -331,7 +327,7 @@ def test_apply_gives_what_the_engines_arena_holds(
     applied = CacheBlendRecompute(0.2, 0.0, selector=selector).apply(assembled, engine.model)
     result = engine.generate(prompt, max_new_tokens=1)
     assert result.recomputed_tokens > 0
-    kept = engine._workspace._kept
+    kept = engine.core.parts.workspace._kept
     assert kept is not None
     assert_same_kv(applied.cached_past_kv, at_reused(kept.arena, assembled), 1e-5)
     assert_same_kv(assembled.cached_past_kv, before, 0.0)  # a copy was repaired
@@ -410,7 +406,7 @@ def test_moved_text_without_repair_is_turned_rightly(architecture: str, make_eng
     assert next(span.start for span in result.spans if span.origin is Origin.APPROXIMATE) == 40
     assert result.recomputed_tokens == 0
     wanted, _ = stock_prefill(engine.model, prompt)
-    kept = engine._workspace._kept
+    kept = engine.core.parts.workspace._kept
     assert kept is not None
     first_layer = kept.arena.as_past_key_values()[0]
     moved = slice(40, 40 + 96)

@@ -20,9 +20,9 @@ from types import TracebackType
 
 import torch
 
-from kvboost.disk_tier import DiskTier
+from kvboost.disk.serde import to_record
+from kvboost.disk.tier import DiskTier
 from kvboost.models import CachedChunk, chained_hash, content_hash_from_tokens
-from kvboost.serde import to_record
 
 SLOT_BYTES = 32_768
 TOKENS = 16

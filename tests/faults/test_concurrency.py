@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvboost.arena import Packed
-from kvboost.cache_manager import ROOT, KVCacheManager
-from kvboost.namespace import Namespace
+from kvboost.identity.namespace import Namespace
+from kvboost.kv.arena import Packed
+from kvboost.store.manager import ROOT, KVCacheManager
 from tests.unit.fake_kv import CODEC, TOKEN_SIZE, check_cover, check_kv, extractor, store, user_chunk
 
 THREADS = 8

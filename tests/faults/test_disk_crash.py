@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost.disk_tier import DiskTier
+from kvboost.disk.tier import DiskTier
 from tests.faults.disk_writer import SLOT_BYTES, Job, Writers, chunk_of, is_right, key_of
 
 MAX_CHUNKS = 6

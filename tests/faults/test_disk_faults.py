@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 
-from kvboost.disk_folder import DESCRIPTION, OPENING
-from kvboost.disk_index import DiskIndex
-from kvboost.disk_tier import INDEX, SLOTS, DiskTier
+from kvboost.disk.folder import DESCRIPTION, OPENING
+from kvboost.disk.index import DiskIndex
+from kvboost.disk.serde import to_record
+from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError
-from kvboost.serde import to_record
 from tests.equivalence.proofs import write_result
 from tests.faults.disk_writer import SLOT_BYTES, chunk_of, is_right, key_of
 
@@ -295,7 +295,7 @@ def test_every_statement_of_the_index_failing_in_turn(
 
         with monkeypatch.context() as patch:
             patch.setattr(DiskIndex, "_execute", execute)
-            patch.setattr("kvboost.disk_index._BUSY_SECONDS", 0.05)
+            patch.setattr("kvboost.disk.index._BUSY_SECONDS", 0.05)
             yield
 
     assert for_all_n(tmp_path, install, length) > 100
@@ -326,7 +326,7 @@ def test_an_index_whose_making_was_cut_off_is_made_again(
 
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        patch.setattr("kvboost.disk_opening.rows_in", stop)
+        patch.setattr("kvboost.disk.opening.rows_in", stop)
         assert _opened(tmp_path / "tier") is None
     with open_tier(folder) as tier:
         assert all(read_right(tier, number) for number in range(MAX_CHUNKS))
@@ -381,7 +381,7 @@ def test_an_index_that_cannot_be_used_now_is_not_taken_for_a_damaged_one(
 
 
 def test_a_folder_that_another_process_keeps_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.disk_opening._WAIT_S", 0.1, raising=False)
+    monkeypatch.setattr("kvboost.disk.opening._WAIT_S", 0.1, raising=False)
     with open_tier(tmp_path / "tier"):
         pass
     with open(tmp_path / "tier" / OPENING) as held:

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from kvboost import KVBoost, disk_growth, disk_room
-from kvboost.disk_folder import DESCRIPTION, OWNERS
-from kvboost.disk_index import DiskIndex
-from kvboost.disk_room import GROWING, Room
-from kvboost.disk_tier import INDEX, SLOTS, DiskTier
+from kvboost import KVBoost
+from kvboost.disk import growth as disk_growth
+from kvboost.disk import room as disk_room
+from kvboost.disk.folder import DESCRIPTION, OWNERS
+from kvboost.disk.index import DiskIndex
+from kvboost.disk.room import GROWING, Room
+from kvboost.disk.serde import to_record
+from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError
-from kvboost.serde import to_record
 from tests import disk_reader
 from tests.faults import test_disk_faults
 from tests.faults.disk_writer import SLOT_BYTES, Job, Writers, chunk_of, is_right, key_of
@@ -288,8 +290,8 @@ def test_a_full_disk_never_comes_out_of_generate(
         text = random_ids(64, seed=1)
         engine.warm(text)
         assert engine.generate([*text, 7], max_new_tokens=2).cached_tokens == 64
-        assert engine._disk is not None
-        assert engine._disk.flush(10.0)
+        assert engine.core.parts.disk is not None
+        assert engine.core.parts.disk.flush(10.0)
         stats = engine.cache_stats()["disk"]
         assert (stats["chunks"], stats["allocated_bytes"], stats["unsaved_chunks"]) == (0, 0, 0)
         assert any("No space left" in reason for reason in stats["refused"])
@@ -618,8 +620,8 @@ def test_models_of_one_engine_folder_share_its_budget(
             ) as engine:
                 for seed in range(4):
                     engine.warm(random_ids(64, seed=10 * round_number + seed))
-                assert engine._disk is not None
-                assert engine._disk.flush(20.0)
+                assert engine.core.parts.disk is not None
+                assert engine.core.parts.disk.flush(20.0)
                 assert engine.cache_stats()["disk"]["chunks"] > 0
                 assert sum(path.stat().st_size for path in (tmp_path / "disk").rglob(SLOTS)) <= budget
     with pytest.raises(CacheFileError, match="is a file"):
@@ -630,6 +632,6 @@ def test_without_a_budget_each_model_has_its_own(make_engine: MakeEngine, tmp_pa
     engines: list[Any] = [make_engine(name, disk_cache_dir=tmp_path / "disk") for name in ("llama", "qwen2")]
     for engine in engines:
         engine.warm(random_ids(64, seed=1))
-        assert engine._disk.flush(20.0)
+        assert engine.core.parts.disk.flush(20.0)
         assert engine.cache_stats()["disk"]["max_chunks"] == 256
         assert engine.cache_stats()["disk"]["chunks"] == 4

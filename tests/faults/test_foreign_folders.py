@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from kvboost import KVBoost
 from kvboost.cli.main import main
-from kvboost.disk_folder import DESCRIPTION, OPENING, OWNERS
-from kvboost.disk_room import GROWING
-from kvboost.disk_tier import INDEX, SLOTS, DiskTier
+from kvboost.disk.folder import DESCRIPTION, OPENING, OWNERS
+from kvboost.disk.room import GROWING
+from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError
 from tests.faults.disk_writer import SLOT_BYTES, chunk_of, is_right, key_of
 from tests.tiny_models import random_ids
@@ -316,8 +316,8 @@ def test_a_link_in_place_of_the_lock_for_growing(make_engine: MakeEngine, tmp_pa
     (disk / GROWING).symlink_to(victim)
     with make_engine(disk_cache_dir=disk) as engine:
         engine.warm(random_ids(64, seed=1))
-        assert engine._disk is not None
-        assert engine._disk.flush(10.0)
+        assert engine.core.parts.disk is not None
+        assert engine.core.parts.disk.flush(10.0)
         stats = engine.cache_stats()["disk"]
     assert (stats["chunks"], stats["allocated_bytes"]) == (0, 0)
     assert any("is a link" in reason for reason in stats["refused"])

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvboost.disk_folder import DESCRIPTION
-from kvboost.disk_tier import INDEX, SLOTS, DiskTier
+from kvboost.disk.folder import DESCRIPTION
+from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 from tests.faults.disk_writer import SLOT_BYTES, chunk_of
 from tests.faults.test_foreign_folders import STRANGER, as_root, state_of
 
@@ -26,7 +26,7 @@ pytestmark = as_root
 PRELUDE = f"""
 import logging, os, sqlite3, sys, time
 from pathlib import Path
-from kvboost.disk_tier import DiskTier
+from kvboost.disk.tier import DiskTier
 from kvboost.errors import CacheFileError
 from tests.faults.disk_writer import SLOT_BYTES, chunk_of, is_right, key_of
 folder = Path(sys.argv[1])
@@ -280,13 +280,13 @@ with engine(max_chunks=6) as two:
         for text, wanted in zip(texts, expected):
             result = two.generate([*text, 7], max_new_tokens=4, mode="prefix_cache")
             assert result.token_ids == wanted
-            two._workspace.drop()
+            two.core.parts.workspace.drop()
     assert two.generate([*texts[0], 7], max_new_tokens=1, mode="prefix_cache").cached_tokens == 64
     stats = two.cache_stats()["disk"]
     assert (stats["read_only"], stats["chunks"], stats["unsaved_chunks"]) == (True, 4, 0), stats
     assert stats["refused"] == {}, "it does not even try"
     started = time.monotonic()
-    assert two._disk.flush()
+    assert two.core.parts.disk.flush()
     try:
         two.clear()
     except CacheFileError as error:

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost import snapshot
-from kvboost.cache_manager import KVCacheManager
+from kvboost.disk import snapshot
 from kvboost.errors import CacheFileError
-from kvboost.namespace import Namespace
+from kvboost.identity.namespace import Namespace
+from kvboost.store.manager import KVCacheManager
 from tests.unit.fake_kv import CODEC, TOKEN_SIZE, check_cover, check_kv, store
 
 CHUNK = 4

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.arena import Packed
-from kvboost.cache_manager import ROOT, KVCacheManager
 from kvboost.errors import UnstorableKVError
+from kvboost.kv.arena import Packed
+from kvboost.store.manager import ROOT, KVCacheManager
 from tests.unit.fake_kv import (
     CODEC,
     LAYOUT,

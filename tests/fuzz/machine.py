@@ -27,8 +27,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
+from kvboost.choices import Origin
 from kvboost.errors import CacheFileError, InvalidRequestError, PartialResultsError
-from kvboost.models import Origin
+from tests.checked_requests import read_request
 from tests.fuzz import reference
 from tests.fuzz.reference import Stock, Tally
 from tests.fuzz.subject import CHANGES, FACTORS, KINDS, TARGETS, Subject, ambient, build
@@ -756,16 +757,16 @@ class Machine(RuleBasedStateMachine):
         engine = opened.engine
         prompt, ids = self._prompt(engine, ask)
         stock = self._stock(engine, ids, new_tokens)
-        request = self._ask(lambda: engine.read_request(prompt, new_tokens), stock)
+        request = self._ask(lambda: read_request(engine, prompt, new_tokens), stock)
         if request is None:
             return
-        if engine.why_alone(request):
-            result = self._ask(lambda: engine.serve(request), stock)
+        if engine.core.parts.why_alone(request):
+            result = self._ask(lambda: engine.core.alone.serve(request), stock)
             if result is not None:
                 self._check(opened, ids, result, stock, new_tokens)
             return
         if opened.loop is None:
-            opened.loop = engine.running_batch(max_rows=3, prompt_tokens=600)
+            opened.loop = engine.core.scheduler(max_sequences=3, prompt_tokens=600)
         if not opened.loop.has_room(request):
             return
         joined = Joined(ids, is_simple=not self.subject.fields)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from tests.engine.test_row_loop import run
+from tests.checked_requests import read_request
+from tests.engine.test_scheduler import run
 from tests.equivalence.capture import generate_with_logits
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
@@ -75,7 +76,7 @@ def test_quantized_kv_stays_close(
     engine.cache_manager.check_integrity()
     prompt = shared[:131] + random_ids(20, seed=13)
     _, expected = generate_with_logits(engine, prompt, mode="baseline", max_new_tokens=1)
-    engine._workspace.drop()  # what is left in the arena was never quantized
+    engine.core.parts.workspace.drop()  # what is left in the arena was never quantized
     result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=1)
     assert result.cached_tokens == 131
     assert {span.reason for span in result.spans if span.origin.value == "exact"} == {
@@ -123,7 +124,7 @@ def test_chunks_live_where_they_should(make_engine: MakeEngine) -> None:
         engine = make_engine("llama", device="cuda", cache_device=cache_device)
         ids = random_ids(40, seed=6)
         engine.warm(ids)
-        match = engine.cache_manager.match_prefix(ids, engine._namespaces.current(""))
+        match = engine.cache_manager.match_prefix(ids, engine.core.parts.fit._namespaces.current(""))
         for found in match.matches:
             for part in found.chunk.kv.tensors:
                 assert part.device.type == kind
@@ -180,8 +181,8 @@ def test_a_running_batch_equals_baseline(
     shared = random_ids(90, seed=60)
     prompts = [shared[: 90 - 11 * (i % 3)] + random_ids(1 + 7 * i, seed=61 + i) for i in range(7)]
     expected = [engine.generate(prompt, 12, mode="baseline").token_ids for prompt in prompts]
-    loop = engine.running_batch(max_rows=3, prompt_tokens=600)
-    heard = run(loop, [(2 * i, engine.read_request(prompt, 12)) for i, prompt in enumerate(prompts)])
+    loop = engine.core.scheduler(max_sequences=3, prompt_tokens=600)
+    heard = run(loop, [(2 * i, read_request(engine, prompt, 12)) for i, prompt in enumerate(prompts)])
     assert [one.tokens for one in heard] == expected
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from kvboost.decode import GenerationOptions
-from kvboost.row_decode import DecodingRow, why_alone
+from kvboost.run.decode import GenerationOptions
+from kvboost.run.sampling import DecodingRow, why_alone
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPT = np.array([10, 20, 30, 40, 50])

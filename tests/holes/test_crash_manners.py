@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import KVBoost, linears
+from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
+from kvboost.kernels import linears
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_6_shared_configs import in_threads
 from tests.tiny_models import random_ids, tiny_model, tiny_tokenizer
@@ -171,7 +172,7 @@ def test_close_frees_what_it_held(make_engine: MakeEngine) -> None:
     one.close()
     stats = one.cache_stats()
     assert (stats["chunks"], stats["bytes"], stats["workspace_bytes"]) == (0, 0, 0)
-    assert not one._reader._answers
+    assert not one.core.parts.reader._answers
     assert linears.packed_bytes(model) > 0  # the other engine uses them
     assert two.generate(PROMPT, max_new_tokens=4).cached_tokens == 49
     two.close()

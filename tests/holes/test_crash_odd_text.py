@@ -9,7 +9,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
-from kvboost.prompts import PromptReader
+from kvboost.requests.prompts import PromptReader
 from tests.tiny_models import tiny_tokenizer
 
 MakeEngine = Callable[..., KVBoost]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvboost import KVBoost, checks
+from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
+from kvboost.proof import checks
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import kvboost.engine as engine_module
-from kvboost import KVBoost, weights
+from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
+from kvboost.identity import weights
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import with_adapters
 from tests.tiny_models import random_ids, tiny_model
@@ -188,7 +189,7 @@ def test_memory_of_replaced_weights_is_not_held(make_engine: MakeEngine) -> None
     engine = make_engine(model=model, weights_check_seconds=None)
     engine.generate(PROMPT, max_new_tokens=3)
     old = weakref.ref(model.lm_head.weight.data.untyped_storage())
-    watch = engine._namespaces.watch
+    watch = engine.core.parts.fit._namespaces.watch
     engine.close()
     assert watch._known is None
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
@@ -203,7 +204,7 @@ def test_the_digest_is_of_the_moment_that_was_read(make_engine: MakeEngine) -> N
     """An adapter is switched between the reading and the digest, and back."""
     adapted = with_adapters(tiny_model("llama"))
     engine = make_engine(model=adapted)
-    tracker = engine._namespaces
+    tracker = engine.core.parts.fit._namespaces
     state = tracker.watch.read()
     adapted.set_adapter("two")
     tracker._seen = (-1, -1)
@@ -342,7 +343,7 @@ def test_an_engine_with_a_disk_collected_as_garbage_in_the_savers_own_thread(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = KVBoost(tiny_model("llama"), tokenizer, chunk_size=16, disk_cache_dir=tmp_path)
-    disk = engine._disk
+    disk = engine.core.parts.disk
     assert disk is not None
     held = [engine]
     del engine

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.weights import probed_places
+from kvboost.identity.weights import probed_places
+from tests.checked_requests import read_request
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import Listener
 from tests.tiny_models import random_ids, tiny_model
@@ -61,17 +62,17 @@ def test_early_exit_does_not_assist_itself(architecture: str, make_engine: MakeE
 
 def test_a_running_batch_with_requests_in_and_out_of_the_arena(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    batch = engine.running_batch(max_rows=4, prompt_tokens=2_048)
+    batch = engine.core.scheduler(max_sequences=4, prompt_tokens=2_048)
     prompts = [random_ids(30 + number, seed=number) for number in range(3)]
     listeners = [Listener() for _ in prompts]
     hook = engine.model.model.layers[0].register_forward_hook(lambda _m, _i, output: output)
-    batch.join(engine.read_request(prompts[0], 5), listeners[0])
+    batch.join(read_request(engine, prompts[0], 5), listeners[0])
     hook.remove()
-    batch.join(engine.read_request(prompts[1], 5), listeners[1])
+    batch.join(read_request(engine, prompts[1], 5), listeners[1])
     batch.step()
     engine.model.model.layers[1].self_attn.v_proj.weight.data.mul_(-1.5)
     given = [list(each.tokens) for each in listeners]
-    batch.join(engine.read_request(prompts[2], 5), listeners[2])
+    batch.join(read_request(engine, prompts[2], 5), listeners[2])
     while batch.rows:
         batch.step()
     for prompt, before, listener in zip(prompts, given, listeners, strict=True):
@@ -129,8 +130,8 @@ def test_kv_of_other_weights_is_not_left_on_disk(make_engine: MakeEngine, tmp_pa
     one = make_engine(model=model, disk_cache_dir=tmp_path, weights_check_seconds=None)
     edited(model, 4.0)
     one.generate(prompt, max_new_tokens=4, mode="prefix_cache")
-    assert one._disk is not None
-    one._disk.flush()
+    assert one.core.parts.disk is not None
+    one.core.parts.disk.flush()
     one.close()
     two = make_engine(disk_cache_dir=tmp_path)
     answer = two.generate(prompt, max_new_tokens=4, mode="prefix_cache")
@@ -156,7 +157,7 @@ def test_prepare_under_a_generation_config_that_feeds_the_whole_prompt(
     assert output[0, 40:].tolist() == stock_answer(engine.model, prompt, 4)
 
 
-def test_another_dtype_seen_first_by_the_creeping_check(make_engine: MakeEngine) -> None:
+def test_another_dtype_seen_first_by_the_scrubber(make_engine: MakeEngine) -> None:
     engine = make_engine(weights_check_seconds=0.1)
     prompt = random_ids(40, seed=7)
     engine.generate(prompt, max_new_tokens=4)

@@ -9,6 +9,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
+from tests.checked_requests import read_request
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
@@ -86,9 +87,9 @@ def test_a_quantized_cache_is_the_models_own_business(make_engine: MakeEngine) -
     model = tiny_model("llama")
     engine = make_engine(model=model)
     model.generation_config.cache_implementation = "quantized"
-    request = engine.read_request(PROMPT, 4)
+    request = read_request(engine, PROMPT, 4)
     assert request.options.why_plain == "gated: the generation config asks for a quantized cache"
-    assert engine.why_alone(request) == request.options.why_plain
+    assert engine.core.parts.why_alone(request) == request.options.why_plain
 
 
 @pytest.mark.parametrize("mode", ["prefix_cache", "baseline"])

@@ -87,7 +87,7 @@ def test_one_value_is_noticed_within_the_stated_time(place: str, make_engine: Ma
     engine.generate(PROMPT, max_new_tokens=6, mode="prefix_cache")
     before = engine.namespace()
     weight = model.get_parameter(place)
-    probed = engine._namespaces.watch._known.probe  # type: ignore[union-attr]
+    probed = engine.core.parts.fit._namespaces.watch._known.probe  # type: ignore[union-attr]
     place_of_value = next(index for index in range(weight.numel()) if not _is_probed(probed, weight, index))
     weight.data.view(-1)[place_of_value] += 1
     time.sleep(seconds * 1.1)
@@ -131,14 +131,14 @@ def test_the_check_goes_on_while_requests_run(make_engine: MakeEngine) -> None:
 
 
 def test_the_thread_ends_with_the_last_engine(make_engine: MakeEngine) -> None:
-    from kvboost import creeping
+    from kvboost.identity import scrubber
 
     engine = make_engine(weights_check_seconds=5.0)
-    watch = engine._namespaces.watch
-    assert any(task.watched() is watch for task in creeping.CREEPER._tasks)
+    watch = engine.core.parts.fit._namespaces.watch
+    assert any(task.watched() is watch for task in scrubber.SCRUBBER._tasks)
     engine.close()
     for _ in range(100):
-        if not any(task.watched() is watch for task in creeping.CREEPER._tasks):
+        if not any(task.watched() is watch for task in scrubber.SCRUBBER._tasks):
             break
         time.sleep(0.02)
     else:
@@ -146,10 +146,10 @@ def test_the_thread_ends_with_the_last_engine(make_engine: MakeEngine) -> None:
 
 
 def test_a_large_model_has_more_time() -> None:
-    from kvboost import creeping
+    from kvboost.identity import scrubber
 
-    assert creeping.stated_seconds(60.0, 1 << 30) == 60.0
-    assert creeping.stated_seconds(60.0, 140 << 30) == 280.0
+    assert scrubber.stated_seconds(60.0, 1 << 30) == 60.0
+    assert scrubber.stated_seconds(60.0, 140 << 30) == 280.0
 
 
 @pytest.mark.parametrize("seconds", [0, -1, True, "60"])

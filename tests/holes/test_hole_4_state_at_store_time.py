@@ -10,6 +10,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.models import GenerationResult
+from tests.checked_requests import read_request
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
@@ -121,7 +122,7 @@ def test_answers_of_a_changed_model_are_not_remembered(make_engine: MakeEngine) 
         return scores
 
     engine.generate([{"role": "user", "content": "hello"}], max_new_tokens=6, logits_processor=[changing])
-    assert not len(engine._reader._answers)
+    assert not len(engine.core.parts.reader._answers)
 
 
 @pytest.mark.parametrize("taken", [1, 2])
@@ -175,17 +176,17 @@ class Listener:
 @pytest.mark.parametrize("after", range(5))
 def test_a_running_batch_with_a_change_between_two_steps(after: int, make_engine: MakeEngine) -> None:
     engine = make_engine()
-    batch = engine.running_batch(max_rows=4, prompt_tokens=2_048)
+    batch = engine.core.scheduler(max_sequences=4, prompt_tokens=2_048)
     prompts = [[*PROMPT[:30], *random_ids(4 + number, seed=number)] for number in range(3)]
     listeners = [Listener() for _ in prompts]
     for prompt, listener in zip(prompts, listeners, strict=True):
-        batch.join(engine.read_request(prompt, 6), listener)
+        batch.join(read_request(engine, prompt, 6), listener)
     for _ in range(after):
         batch.step()
     given = [list(listener.tokens) for listener in listeners]
     change(engine.model)
     late = Listener()
-    batch.join(engine.read_request([*PROMPT[:30], 9, 9], 6), late)
+    batch.join(read_request(engine, [*PROMPT[:30], 9, 9], 6), late)
     while batch.rows:
         batch.step()
     for prompt, before, listener in zip(prompts, given, listeners, strict=True):
@@ -201,14 +202,14 @@ def test_a_running_batch_with_a_change_between_two_steps(after: int, make_engine
 
 def test_a_running_batch_on_a_model_that_nothing_is_known_of(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    batch = engine.running_batch(max_rows=4, prompt_tokens=2_048)
+    batch = engine.core.scheduler(max_sequences=4, prompt_tokens=2_048)
     first, second = Listener(), Listener()
-    batch.join(engine.read_request(PROMPT, 6), first)
+    batch.join(read_request(engine, PROMPT, 6), first)
     batch.step()
     batch.step()
     given = list(first.tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        batch.join(engine.read_request(PROMPT[:20], 4), second)
+        batch.join(read_request(engine, PROMPT[:20], 4), second)
         while batch.rows:
             batch.step()
         assert second.tokens == stock_answer(engine.model, PROMPT[:20], 4)
@@ -220,7 +221,7 @@ def test_a_running_batch_on_a_model_that_nothing_is_known_of(make_engine: MakeEn
 
 def test_a_score_while_the_model_changes(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    scores = engine._rows.score
+    scores = engine.core.batches.score
 
     def changing(requests: Any) -> Any:
         found = scores(requests)
@@ -228,6 +229,6 @@ def test_a_score_while_the_model_changes(make_engine: MakeEngine) -> None:
         change(engine.model)
         yield from found
 
-    engine._scoring._together = changing
+    engine.core.scoring._together = changing
     engine.score([PROMPT, PROMPT[:40]], [[5, 6], [7]])
     exact_everywhere(engine, [PROMPT, PROMPT[:40]])

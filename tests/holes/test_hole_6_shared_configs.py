@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.namespace import NamespaceTracker
+from kvboost.executor.model_fit import encoding_of
+from kvboost.identity.namespace import NamespaceTracker
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
@@ -126,7 +127,7 @@ def test_the_digest_is_the_same_while_a_request_runs(make_engine: MakeEngine) ->
     found = []
 
     def read() -> None:
-        found.append(NamespaceTracker(engine.model, engine._encoding()).current(""))
+        found.append(NamespaceTracker(engine.model, encoding_of(engine.settings)).current(""))
 
     def noting(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         thread = threading.Thread(target=read)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from kvboost import KVBoost, prompts
-from kvboost.prompts import PromptReader
+from kvboost import KVBoost
+from kvboost.requests import prompts
+from kvboost.requests.prompts import PromptReader
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
 HIDDEN = "<|hidden|>"  # special for the tokenizer, and in none of transformers' lists of special tokens

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.arena import probe_layout
 from kvboost.compat import TRANSFORMERS_VERSION
 from kvboost.errors import UnsupportedModelError
-from kvboost.rope import WINDOW_REASON, approximate_limit_tokens, learn_rotation
-from kvboost.selftest import check_exactness
-from kvboost.windows import windows_of
+from kvboost.kernels.windows import windows_of
+from kvboost.kv.arena import probe_layout
+from kvboost.kv.rope import WINDOW_REASON, approximate_limit_tokens, learn_rotation
+from kvboost.proof.selftest import check_exactness
 from tests.sweep.tiny_configs import WINDOW, build
 from tests.tiny_models import random_ids, tiny_model
 
@@ -74,9 +74,9 @@ def test_transformers_4_is_refused_with_the_measured_difference(
 def test_a_window_by_mask_runs_in_rows(make_engine: MakeEngine) -> None:
     """PhiMoE's mask is an ordinary window, so nothing is lost; Doge's depends on the data."""
     engine = make_engine(model=build("phimoe"))
-    assert not engine.why_no_rows
+    assert not engine.why_not_packed
     assert windows_of(engine.model).layers == (WINDOW,) * 4
-    assert make_engine(model=build("doge")).why_no_rows
+    assert make_engine(model=build("doge")).why_not_packed
 
 
 @from_5_on

@@ -103,7 +103,7 @@ def test_stats(make_engine: MakeEngine, serve: Serve) -> None:
     assert (stats["model"], stats["mode"]) == ("name", "prefix_cache")
     assert stats["uptime_s"] > 0
     assert stats["worker"]["answered"] == 3
-    assert stats["batch"]["max_rows"] == 32
+    assert stats["batch"]["max_sequences"] == 32
     assert stats["batch"]["rows"] == 0
     assert stats["batch"]["decoded_tokens"] == 12
     assert stats["batch"]["resident_tokens"] > 0
@@ -148,8 +148,8 @@ def test_what_is_on_disk_only(make_engine: MakeEngine, serve: Serve, tmp_path: P
     server = serve(engine)
     for seed in range(4):
         server.complete(random_ids(32, seed), max_tokens=1)
-        assert engine._disk is not None
-        engine._disk.flush()
+        assert engine.core.parts.disk is not None
+        engine.core.parts.disk.flush()
     stats = server.stats(chunks=100)
     assert stats["cache"]["disk"]["chunks"] > 2
     assert {chunk["tier"] for chunk in stats["chunks"]} == {"memory", "disk"}

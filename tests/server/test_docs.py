@@ -15,7 +15,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.cli.main import main
-from kvboost.cli.options import ENGINE_FLAGS, LOADING_FLAGS
+from kvboost.cli.options import ENGINE_OPTIONS, LOADING_OPTIONS
 from kvboost.server.app import create_app
 from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest
 from kvboost.server.settings import ServerSettings
@@ -81,7 +81,7 @@ def test_curl(server: Running) -> None:
 
 
 def test_every_flag_is_explained() -> None:
-    shared = {flag.name for flag in ENGINE_FLAGS + LOADING_FLAGS} | {"model"}
+    shared = {flag.name for flag in ENGINE_OPTIONS + LOADING_OPTIONS} | {"model"}
     own = {option for option in main.commands["serve"].params if option.name not in shared}
     documented = {row[0].strip("`"): row[1].strip("`") for row in table("Flags")}
     assert documented.keys() == {option.opts[0] for option in own}

@@ -158,7 +158,7 @@ def test_keys_out_of_text() -> None:
     [
         ({"model_name": ""}, "name"),
         ({"mode": "magic"}, "mode"),
-        ({"max_rows": 0}, "max_rows"),
+        ({"max_sequences": 0}, "max_sequences"),
         ({"max_waiting": 0}, "max_waiting"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"shutdown_timeout_s": -1}, "shutdown_timeout_s"),

@@ -67,7 +67,7 @@ def test_a_client_that_goes_away_frees_its_place(
 
 
 def test_a_client_that_goes_away_while_it_waits(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.02), max_rows=1)
+    server = serve(make_slow_engine(0.02), max_sequences=1)
     with raw_connection(server, stream=True) as first:
         first.recv(2000)
         with raw_connection(server, stream=True):
@@ -91,7 +91,7 @@ def test_a_client_that_goes_away_while_it_sends(make_engine: MakeEngine, serve: 
 
 
 def test_the_queue_has_an_end(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.02), max_rows=1, max_waiting=2, max_waiting_per_tenant=2)
+    server = serve(make_slow_engine(0.02), max_sequences=1, max_waiting=2, max_waiting_per_tenant=2)
     with raw_connection(server, stream=True) as running:
         running.recv(2000)
         with raw_connection(server), raw_connection(server):
@@ -113,7 +113,7 @@ def test_the_queue_has_an_end(make_slow_engine: MakeEngine, serve: Serve) -> Non
 def test_callers_take_turns(make_slow_engine: MakeEngine, serve: Serve) -> None:
     from kvboost.server.settings import ApiKey
 
-    server = serve(make_slow_engine(0.005), max_rows=1, api_keys=(ApiKey("many"), ApiKey("one")))
+    server = serve(make_slow_engine(0.005), max_sequences=1, api_keys=(ApiKey("many"), ApiKey("one")))
     order: list[str] = []
 
     def ask(key: str) -> None:
@@ -153,7 +153,7 @@ def test_a_request_that_takes_too_long(make_slow_engine: MakeEngine, serve: Serv
 
 
 def test_time_in_the_queue_counts(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.1), max_rows=1, timeout_s=0.5)
+    server = serve(make_slow_engine(0.1), max_sequences=1, timeout_s=0.5)
     with raw_connection(server, stream=True) as running:
         running.recv(2000)
         started = time.monotonic()

@@ -74,8 +74,8 @@ def test_a_disk_is_counted(make_engine: MakeEngine, serve: Serve, tmp_path: Path
     engine = make_engine(disk_cache_dir=str(tmp_path))
     server = serve(engine)
     server.complete(random_ids(40, 1), max_tokens=1)
-    assert engine._disk is not None
-    engine._disk.flush()
+    assert engine.core.parts.disk is not None
+    engine.core.parts.disk.flush()
     found = samples(server)
     assert found["kvboost_cache_chunks{tier=disk}"] > 0
     assert found["kvboost_cache_bytes{tier=disk}"] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import transformers
 
 from kvboost import KVBoost
 from kvboost.models import GenerationResult
-from kvboost.server.sampling import LogprobRecorder, RepeatPenalties, TokenScore, generation_options
+from kvboost.requests.request import Arguments
+from kvboost.server.sampling import LogprobRecorder, RepeatPenalties, TokenScore, sampling_arguments
 from kvboost.server.worker import Worker
 from tests.tiny_models import random_ids
 
@@ -36,11 +37,11 @@ def answered(
 ) -> tuple[GenerationResult, list[TokenScore]]:
     """The answer to PROMPT, and the scores of its tokens as the server would take them."""
     recorder = None if top is None else LogprobRecorder(top)
-    options = generation_options(fields, 0, len(PROMPT), recorder)
+    arguments = replace(sampling_arguments(fields, 0, len(PROMPT), recorder), max_new_tokens=tokens)
     worker = Worker(engine, batching=batching)
 
     async def run() -> tuple[GenerationResult, list[TokenScore]]:
-        ticket = worker.submit(engine.read_request(PROMPT, tokens, "prefix_cache", **options))
+        ticket = worker.submit(engine.core.read(PROMPT, arguments))
         scores = [recorder.take(token) async for token in ticket if recorder is not None]
         return ticket.result, scores
 
@@ -59,27 +60,28 @@ def raw_logprobs(engine: KVBoost, answer: list[int]) -> torch.Tensor:
 
 
 def test_greedy_needs_nothing() -> None:
-    assert generation_options(Fields(temperature=0, seed=3), 0, 5, None) == {
-        "num_beams": 1,
-        "do_sample": False,
-    }
-    assert not generation_options(Fields(temperature=1e-6), 0, 5, None)["do_sample"]
+    assert sampling_arguments(Fields(temperature=0, seed=3), 0, 5, None) == Arguments(
+        options={"num_beams": 1}
+    )
+    assert not sampling_arguments(Fields(temperature=1e-6), 0, 5, None).do_sample
 
 
 def test_sampling_is_from_everything_unless_asked_otherwise() -> None:
-    options = generation_options(Fields(), 0, 5, None)
-    wanted = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
-    assert wanted.items() <= options.items()
-    assert 0 <= options["seed"] < 2**63
-    assert generation_options(Fields(), 0, 5, None)["seed"] != options["seed"]
-    assert generation_options(Fields(top_p=0), 0, 5, None)["top_p"] > 0
+    arguments = sampling_arguments(Fields(), 0, 5, None)
+    wanted = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
+    assert wanted.items() <= arguments.options.items()
+    assert (arguments.do_sample, arguments.temperature) == (True, 1.0)
+    assert arguments.seed is not None
+    assert 0 <= arguments.seed < 2**63
+    assert sampling_arguments(Fields(), 0, 5, None).seed != arguments.seed
+    assert sampling_arguments(Fields(top_p=0), 0, 5, None).options["top_p"] > 0
 
 
 @pytest.mark.parametrize(
     ("seed", "index", "drawn"), [(7, 0, 7), (7, 3, 10), (2**63 - 1, 1, 0), (-1, 0, 2**63 - 1)]
 )
 def test_choices_draw_from_seeds_of_their_own(seed: int, index: int, drawn: int) -> None:
-    assert generation_options(Fields(seed=seed), index, 5, None)["seed"] == drawn
+    assert sampling_arguments(Fields(seed=seed), index, 5, None).seed == drawn
 
 
 @pytest.mark.xfail(

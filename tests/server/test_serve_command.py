@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvboost.choices import GenerationMode
 from kvboost.cli.main import main
 from kvboost.cli.serve import MODES, _name_of, read_keys, size, with_memory
-from kvboost.models import GenerationMode
 from kvboost.server import runner
 from kvboost.server.settings import ApiKey, ServerSettings
 
@@ -167,7 +167,7 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "api_keys": (ApiKey("a", "b"), ApiKey("c")),
         "admin_key": ApiKey("d"),
         "batching": False,
-        "max_rows": 3,
+        "max_sequences": 3,
         "batch_tokens": 999,
         "max_waiting": 7,
         "timeout_s": 1.5,

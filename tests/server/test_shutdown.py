@@ -58,7 +58,7 @@ def test_what_runs_is_finished_and_what_comes_is_refused(
 def test_what_is_not_finished_in_time_is_told(
     make_slow_engine: MakeEngine, serve: Serve, batching: bool
 ) -> None:
-    server = serve(make_slow_engine(0.02), batching=batching, shutdown_timeout_s=0.1, max_rows=2)
+    server = serve(make_slow_engine(0.02), batching=batching, shutdown_timeout_s=0.1, max_sequences=2)
     body = {**CHAT, "max_tokens": 900}
     with ThreadPoolExecutor(3) as pool:
         post = server.client.post

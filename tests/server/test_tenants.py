@@ -75,7 +75,7 @@ def test_what_cannot_fit_is_refused_before_it_is_read(
     engine = make_engine()
     server = serve(engine)
     encoded: list[int] = []
-    encoder = engine._reader._encoder
+    encoder = engine.core.parts.reader._encoder
     encode = encoder.encode
     monkeypatch.setattr(
         encoder, "encode", lambda text, **options: encoded.append(len(text)) or encode(text, **options)
@@ -237,7 +237,7 @@ def test_a_request_that_takes_longer_than_headers_may(make_slow_engine: MakeEngi
 
 
 def test_one_key_cannot_fill_the_queue(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.02), max_rows=1, max_waiting=6, api_keys=KEYS)
+    server = serve(make_slow_engine(0.02), max_sequences=1, max_waiting=6, api_keys=KEYS)
     with ExitStack() as clients, httpx.Client(base_url=server.url, timeout=30) as client:
         clients.enter_context(raw_request(server, LONG))
         server.until(lambda stats: stats["running"] == 1)
@@ -257,7 +257,7 @@ def test_what_would_be_refused_is_not_even_read(
     make_slow_engine: MakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_slow_engine(0.02)
-    server = serve(engine, max_rows=1, max_waiting=2, api_keys=KEYS)
+    server = serve(engine, max_sequences=1, max_waiting=2, api_keys=KEYS)
     with raw_request(server, LONG):
         server.until(lambda stats: stats["running"] == 1)
         with raw_request(server, LONG):
@@ -280,7 +280,7 @@ def test_an_only_key_has_the_whole_queue() -> None:
 
 
 def test_one_key_cannot_fill_the_batch(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.02), max_rows=4, api_keys=KEYS)
+    server = serve(make_slow_engine(0.02), max_sequences=4, api_keys=KEYS)
     with ExitStack() as clients, httpx.Client(base_url=server.url, timeout=10) as client:
         for _ in range(8):
             clients.enter_context(raw_request(server, LONG))
@@ -292,7 +292,7 @@ def test_one_key_cannot_fill_the_batch(make_slow_engine: MakeEngine, serve: Serv
 
 
 def test_one_key_cannot_fill_the_arena(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.02), max_rows=16, batch_tokens=4_096, api_keys=KEYS)
+    server = serve(make_slow_engine(0.02), max_sequences=16, batch_tokens=4_096, api_keys=KEYS)
     with ExitStack() as clients, httpx.Client(base_url=server.url, timeout=10) as client:
         for _ in range(8):
             clients.enter_context(raw_request(server, LONG))
@@ -304,7 +304,7 @@ def test_one_key_cannot_fill_the_arena(make_slow_engine: MakeEngine, serve: Serv
 def test_a_request_that_needs_everything_is_served_when_there_is_room(
     make_slow_engine: MakeEngine, serve: Serve
 ) -> None:
-    server = serve(make_slow_engine(0.001), max_rows=4, batch_tokens=1_024, api_keys=KEYS)
+    server = serve(make_slow_engine(0.001), max_sequences=4, batch_tokens=1_024, api_keys=KEYS)
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor(4) as pool:
         body = {**SHORT, "prompt": list(range(5, 205)) * 4, "max_tokens": 60}
         asked = [
@@ -317,7 +317,7 @@ def test_a_request_that_needs_everything_is_served_when_there_is_room(
 def test_small_requests_cannot_pass_a_big_one_for_ever(make_slow_engine: MakeEngine, serve: Serve) -> None:
     """Each is new when its last one has ended: one after the other, they would never leave it room."""
     keys = tuple(ApiKey(name) for name in ("big", "ann", "bob"))
-    server = serve(make_slow_engine(0.005), max_rows=8, batch_tokens=1_024, api_keys=keys, timeout_s=20)
+    server = serve(make_slow_engine(0.005), max_sequences=8, batch_tokens=1_024, api_keys=keys, timeout_s=20)
     over = threading.Event()
     answered: list[int] = []
 
@@ -344,7 +344,7 @@ def test_a_batch_that_is_full_is_not_asked_all_the_time(
     make_slow_engine: MakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether somebody fits is a walk through the tree, under the lock that the event loop needs."""
-    server = serve(make_slow_engine(0.005), max_rows=2, api_keys=KEYS)
+    server = serve(make_slow_engine(0.005), max_sequences=2, api_keys=KEYS)
     batch = server.service.worker.batch
     assert batch is not None
     asked = 0
@@ -367,7 +367,7 @@ def test_a_batch_that_is_full_is_not_asked_all_the_time(
 
 def test_a_full_queue_has_room_for_a_key_that_has_nothing(make_slow_engine: MakeEngine, serve: Serve) -> None:
     keys = tuple(ApiKey(name) for name in ("eve", "mal", "ann"))
-    server = serve(make_slow_engine(0.02), max_rows=1, max_waiting=4, api_keys=keys)
+    server = serve(make_slow_engine(0.02), max_sequences=1, max_waiting=4, api_keys=keys)
     with ExitStack() as clients:
         clients.enter_context(raw_request(server, LONG))
         server.until(lambda stats: stats["running"] == 1)
@@ -443,7 +443,7 @@ def test_a_client_that_never_reads_is_dropped(make_engine: MakeEngine, serve: Se
 
 
 def test_waiting_streams_are_kept_alive(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.02), max_rows=1, keep_alive_s=0.05)
+    server = serve(make_slow_engine(0.02), max_sequences=1, keep_alive_s=0.05)
     with raw_request(server, {**LONG, "max_tokens": 30}):
         server.until(lambda stats: stats["running"] == 1)
         response = server.client.post("/v1/chat/completions", json={**LONG, "max_tokens": 3, "stream": True})
@@ -461,7 +461,7 @@ def test_clients_skip_what_keeps_a_stream_alive(make_slow_engine: MakeEngine, se
 
 
 def test_an_error_behind_a_comment_is_an_event(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.05), max_rows=1, keep_alive_s=0.05, timeout_s=0.6)
+    server = serve(make_slow_engine(0.05), max_sequences=1, keep_alive_s=0.05, timeout_s=0.6)
     with raw_request(server, LONG):
         server.until(lambda stats: stats["running"] == 1)
         time.sleep(0.3)
@@ -473,7 +473,7 @@ def test_an_error_behind_a_comment_is_an_event(make_slow_engine: MakeEngine, ser
 
 
 def test_an_error_before_it_has_a_status(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.05), max_rows=1, timeout_s=0.4)
+    server = serve(make_slow_engine(0.05), max_sequences=1, timeout_s=0.4)
     with raw_request(server, LONG):
         server.until(lambda stats: stats["running"] == 1)
         response = server.client.post("/v1/chat/completions", json={**LONG, "stream": True})

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvboost import GenerationMode, KVBoost, row_loop
+from kvboost import GenerationMode, KVBoost
+from kvboost.batching import scheduler as row_loop
 from kvboost.errors import InvalidRequestError, KVBoostError
 from kvboost.server.worker import (
     FairQueue,
@@ -20,6 +21,7 @@ from kvboost.server.worker import (
     Ticket,
     Worker,
 )
+from tests.checked_requests import read_request
 from tests.tiny_models import random_ids
 
 MakeEngine = Callable[..., KVBoost]
@@ -61,14 +63,14 @@ def test_answers_equal_generate(make_engine: MakeEngine, batching: bool, mode: s
     expected = [engine.generate(p, 6, mode=GenerationMode.BASELINE).token_ids for p in prompts]
 
     async def body(worker: Worker) -> None:
-        tickets = [worker.submit(engine.read_request(p, 6, mode)) for p in prompts]
+        tickets = [worker.submit(read_request(engine, p, 6, mode)) for p in prompts]
         found = await asyncio.gather(*(tokens_of(ticket) for ticket in tickets))
         assert found == expected
         assert [ticket.result.token_ids for ticket in tickets] == expected
         await until(lambda: worker.stats.answered == 12)  # what is stored comes after the answer
         assert worker.stats.running == worker.stats.waiting == 0
 
-    worker = with_worker(engine, body, batching=batching, max_rows=4, batch_tokens=2_000)
+    worker = with_worker(engine, body, batching=batching, max_sequences=4, batch_tokens=2_000)
     if worker.batch is not None and mode == "prefix_cache":
         assert worker.batch.counts.joined == 12
 
@@ -78,10 +80,10 @@ def test_who_goes_away_frees_the_place(make_engine: MakeEngine) -> None:
 
     async def body(worker: Worker) -> None:
         long = [
-            worker.submit(engine.read_request(random_ids(20, n), 900, min_new_tokens=900)) for n in (1, 2)
+            worker.submit(read_request(engine, random_ids(20, n), 900, min_new_tokens=900)) for n in (1, 2)
         ]
-        waiting = worker.submit(engine.read_request(random_ids(20, 3), 4))
-        gone = worker.submit(engine.read_request(random_ids(20, 4), 4))
+        waiting = worker.submit(read_request(engine, random_ids(20, 3), 4))
+        gone = worker.submit(read_request(engine, random_ids(20, 4), 4))
         await until(lambda: worker.stats.running == 2)
         gone.cancel()
         long[0].cancel()
@@ -96,7 +98,7 @@ def test_who_goes_away_frees_the_place(make_engine: MakeEngine) -> None:
         assert 0 < len(await tokens_of(long[1])) < 900
         assert long[1].result.finish_reason == "cancelled"
 
-    with_worker(engine, body, max_rows=2, batch_tokens=2_500)
+    with_worker(engine, body, max_sequences=2, batch_tokens=2_500)
 
 
 @pytest.mark.parametrize("batching", [True, False])
@@ -105,7 +107,7 @@ def test_limits(make_engine: MakeEngine, batching: bool) -> None:
     engine = make_engine()
 
     def read(n: int, new: int = 900) -> Any:
-        return engine.read_request(random_ids(20, n), new, min_new_tokens=new)
+        return read_request(engine, random_ids(20, n), new, min_new_tokens=new)
 
     async def body(worker: Worker) -> None:
         running = worker.submit(read(1))
@@ -118,7 +120,7 @@ def test_limits(make_engine: MakeEngine, batching: bool) -> None:
         assert worker.stats.refused == 1
         if worker.batch is not None:
             with pytest.raises(InvalidRequestError, match="need room for"):
-                worker.submit(engine.read_request(random_ids(100, 5), 900))
+                worker.submit(read_request(engine, random_ids(100, 5), 900))
         running.cancel()
         with pytest.raises(RequestTimeoutError):
             await tokens_of(late)
@@ -129,7 +131,7 @@ def test_limits(make_engine: MakeEngine, batching: bool) -> None:
                 await tokens_of(slow)
             await until(lambda: not worker.batch or not worker.batch.rows)
 
-    with_worker(engine, body, batching=batching, max_rows=1, batch_tokens=1_060, max_waiting=2)
+    with_worker(engine, body, batching=batching, max_sequences=1, batch_tokens=1_060, max_waiting=2)
 
 
 def test_closing_finishes_or_fails(make_engine: MakeEngine) -> None:
@@ -137,21 +139,21 @@ def test_closing_finishes_or_fails(make_engine: MakeEngine) -> None:
     ends: list[Any] = []
 
     async def body(worker: Worker) -> None:
-        quick = worker.submit(engine.read_request(random_ids(20, 1), 5))
-        slow = worker.submit(engine.read_request(random_ids(20, 2), 1_000, min_new_tokens=1_000))
-        waiting = worker.submit(engine.read_request(random_ids(20, 3), 1_000, min_new_tokens=1_000))
+        quick = worker.submit(read_request(engine, random_ids(20, 1), 5))
+        slow = worker.submit(read_request(engine, random_ids(20, 2), 1_000, min_new_tokens=1_000))
+        waiting = worker.submit(read_request(engine, random_ids(20, 3), 1_000, min_new_tokens=1_000))
         await until(lambda: worker.stats.running == 2)
         closing = asyncio.create_task(asyncio.to_thread(worker.close, 0.3))
         await asyncio.sleep(0.05)
         with pytest.raises(ShuttingDownError):
-            worker.submit(engine.read_request(random_ids(20, 4), 5))
+            worker.submit(read_request(engine, random_ids(20, 4), 5))
         assert len(await tokens_of(quick)) == 5
         ends.extend(await asyncio.gather(tokens_of(slow), tokens_of(waiting), return_exceptions=True))
         await closing
         with pytest.raises(ShuttingDownError):
             worker.call(lambda: None).result()
 
-    with_worker(engine, body, max_rows=2, batch_tokens=4_000)
+    with_worker(engine, body, max_sequences=2, batch_tokens=4_000)
     assert isinstance(ends[1], ShuttingDownError)
     assert isinstance(ends[0], ShuttingDownError)
     assert engine.explain([*random_ids(20, 1), 5]).cached_tokens >= 16  # what was computed is kept
@@ -164,8 +166,8 @@ def test_a_broken_step_is_survived(make_engine: MakeEngine, monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setattr(row_loop, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("no memory")))
             with pytest.raises(RuntimeError, match="no memory"):
-                await tokens_of(worker.submit(engine.read_request(random_ids(20, 1), 5)))
-        assert len(await tokens_of(worker.submit(engine.read_request(random_ids(20, 1), 5)))) == 5
+                await tokens_of(worker.submit(read_request(engine, random_ids(20, 1), 5)))
+        assert len(await tokens_of(worker.submit(read_request(engine, random_ids(20, 1), 5)))) == 5
         await until(lambda: worker.stats.answered == 1)
         assert worker.stats.failed == 1
 
@@ -177,7 +179,7 @@ def test_reading_ahead_and_calls_between_steps(make_engine: MakeEngine) -> None:
     prompt = random_ids(64, 1)
 
     async def body(worker: Worker) -> None:
-        ticket = worker.submit(engine.read_request(prompt, 1), answers=False)
+        ticket = worker.submit(read_request(engine, prompt, 1), answers=False)
         assert await tokens_of(ticket) == []
         assert ticket.result.prompt_tokens == 64
         found = await asyncio.wrap_future(worker.call(lambda: engine.explain([*prompt, 5]).cached_tokens))
@@ -215,7 +217,7 @@ def test_many_clients_that_come_and_go(make_engine: MakeEngine) -> None:
         prompt = random_ids(40, number % 3) + random_ids(number % 11 + 1, number)
         try:
             ticket = worker.submit(
-                engine.read_request(prompt, 12),
+                read_request(engine, prompt, 12),
                 tenant=str(number % 4),
                 timeout_s=0.3 if number % 5 == 0 else 20,
             )
@@ -237,9 +239,9 @@ def test_many_clients_that_come_and_go(make_engine: MakeEngine) -> None:
         assert time.monotonic() - started < 30
         await until(lambda: worker.stats.waiting == worker.stats.running == 0)
         assert worker.batch is not None
-        assert worker.batch.residents.pool.free + worker.batch.residents.tokens == 300
+        assert worker.batch.radix_tree.pool.free + worker.batch.radix_tree.tokens == 300
 
-    with_worker(engine, body, max_rows=3, batch_tokens=300, max_waiting=30)
+    with_worker(engine, body, max_sequences=3, batch_tokens=300, max_waiting=30)
     assert len(ended) == 80
     assert {"length", "refused"} <= set(ended)
 
@@ -252,7 +254,7 @@ def test_a_failure_between_two_steps_ends_nobody_elses_service(
     expected = engine.generate(random_ids(20, 3), 4, mode=GenerationMode.BASELINE).token_ids
 
     async def body(worker: Worker) -> None:
-        requests = [engine.read_request(random_ids(20, n), 900, min_new_tokens=900) for n in (1, 2)]
+        requests = [read_request(engine, random_ids(20, n), 900, min_new_tokens=900) for n in (1, 2)]
         gone, other = (worker.submit(request) for request in requests)
         for ticket in (gone, other):
             assert await anext(aiter(ticket)) is not None
@@ -263,10 +265,10 @@ def test_a_failure_between_two_steps_ends_nobody_elses_service(
         with pytest.raises(OSError, match="no room"):
             await tokens_of(other)
         monkeypatch.setattr(worker.batch, "_store", store)
-        assert await tokens_of(worker.submit(engine.read_request(random_ids(20, 3), 4))) == expected
+        assert await tokens_of(worker.submit(read_request(engine, random_ids(20, 3), 4))) == expected
         assert worker.is_alive
 
-    with_worker(engine, body, max_rows=4, batch_tokens=4_000)
+    with_worker(engine, body, max_sequences=4, batch_tokens=4_000)
     assert "requests failed together" in caplog.text
 
 
@@ -274,12 +276,12 @@ def test_shutting_down_outlives_a_failure(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()
-    worker = Worker(engine, max_rows=4, batch_tokens=4_000)
+    worker = Worker(engine, max_sequences=4, batch_tokens=4_000)
 
     async def main() -> None:
         tickets = []
         for n in (1, 2):
-            request = engine.read_request(random_ids(20, n), 900, min_new_tokens=900)
+            request = read_request(engine, random_ids(20, n), 900, min_new_tokens=900)
             tickets.append(worker.submit(request))
             assert await anext(aiter(tickets[-1])) is not None
         monkeypatch.setattr(worker.batch, "_store", _broken)
@@ -298,7 +300,7 @@ def test_an_answer_that_is_enough_counts_as_answered(make_engine: MakeEngine) ->
 
     async def body(worker: Worker) -> None:
         for mode in ("prefix_cache", "baseline"):  # in the batch, and alone
-            ticket = worker.submit(engine.read_request(random_ids(20, 1), 300, mode, min_new_tokens=300))
+            ticket = worker.submit(read_request(engine, random_ids(20, 1), 300, mode, min_new_tokens=300))
             tokens = 0
             async for _ in ticket:
                 tokens += 1
@@ -307,7 +309,7 @@ def test_an_answer_that_is_enough_counts_as_answered(make_engine: MakeEngine) ->
             await until(lambda: worker.stats.running == 0)
         assert (worker.stats.answered, worker.stats.cancelled) == (2, 0)
 
-    with_worker(engine, body, max_rows=2, batch_tokens=2_000)
+    with_worker(engine, body, max_sequences=2, batch_tokens=2_000)
 
 
 def test_a_call_that_nobody_waits_for_any_more(make_engine: MakeEngine) -> None:
@@ -332,7 +334,7 @@ def test_a_call_that_nobody_waits_for_any_more(make_engine: MakeEngine) -> None:
         await asyncio.wrap_future(last)
         assert worker.is_alive
 
-    with_worker(engine, body, max_rows=2, batch_tokens=500)
+    with_worker(engine, body, max_sequences=2, batch_tokens=500)
     assert ran == [2]
 
 
@@ -341,11 +343,11 @@ def test_a_worker_that_cannot_go_on_tells_everybody(
 ) -> None:
     """Even failing fails, as on a device that is gone: who runs, waits or comes later hears of it at once."""
     engine = make_engine()
-    worker = Worker(engine, max_rows=1, batch_tokens=1_000)
+    worker = Worker(engine, max_sequences=1, batch_tokens=1_000)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
     async def main() -> None:
-        tickets = [worker.submit(engine.read_request(random_ids(20, n), 300)) for n in (1, 2)]
+        tickets = [worker.submit(read_request(engine, random_ids(20, n), 300)) for n in (1, 2)]
         assert await anext(aiter(tickets[0])) is not None
         monkeypatch.setattr(worker.batch, "step", _broken)
         monkeypatch.setattr(worker.batch, "fail_all", _broken)
@@ -354,7 +356,7 @@ def test_a_worker_that_cannot_go_on_tells_everybody(
                 await asyncio.wait_for(tokens_of(ticket), 20)
         await until(lambda: not worker.is_alive)
         with pytest.raises(ShuttingDownError):
-            worker.submit(engine.read_request(random_ids(20, 3), 4))
+            worker.submit(read_request(engine, random_ids(20, 3), 4))
         with pytest.raises(ShuttingDownError):
             worker.call(lambda: None).result(5)
 
@@ -372,11 +374,11 @@ def test_nobody_begins_alone_after_the_end(make_engine: MakeEngine, monkeypatch:
         return serve(request)
 
     monkeypatch.setattr(engine, "serve", counting)
-    worker = Worker(engine, max_rows=1, batch_tokens=1_000)
+    worker = Worker(engine, max_sequences=1, batch_tokens=1_000)
 
     async def main() -> None:
         requests = [
-            engine.read_request(random_ids(20, n), 900, "baseline", min_new_tokens=900) for n in range(4)
+            read_request(engine, random_ids(20, n), 900, "baseline", min_new_tokens=900) for n in range(4)
         ]
         tickets = [worker.submit(request) for request in requests]
         await until(lambda: bool(served))

@@ -82,7 +82,7 @@ def _check_model(model: Any, outcome: Outcome) -> None:
         if refusals:
             outcome.outcome, outcome.reason = NOT_STRICT, refusals[0]
         with engine:
-            outcome.rows = not engine.why_no_rows
+            outcome.rows = not engine.why_not_packed
             _compare(model, engine, outcome)
             engine.cache_manager.check_integrity()
     except _Wrong as finding:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from kvboost.compat import TRANSFORMERS_VERSION
-from tests import models_numbers
+from tests.docs import models_numbers
 from tests.equivalence.proofs import write_result
 from tests.sweep.check import ERROR, EXACT, NOT_STRICT, REFUSED, WRONG, check
 from tests.sweep.sweep import sweep
@@ -83,5 +83,5 @@ def test_no_model_type_is_wrong() -> None:
 
 
 def test_the_page_shows_the_result() -> None:
-    """docs/models.md has the table of the result file; `python -m tests.models_numbers` writes it anew."""
+    """docs/models.md has the result file's table; `python -m tests.docs.models_numbers` writes it anew."""
     assert models_numbers.with_table(DOCUMENT.read_text()) == DOCUMENT.read_text()

@@ -12,12 +12,12 @@ from functools import lru_cache
 
 import torch
 
-from kvboost.arena import KVLayout, Packed
-from kvboost.cache_manager import ROOT, ChunkMatch, KVCacheManager, StoreReport
-from kvboost.chunk_registry import ChunkRegistry
-from kvboost.kv_codec import KVCodec
+from kvboost.identity.namespace import Namespace
+from kvboost.kv.arena import KVLayout, Packed
+from kvboost.kv.codec import KVCodec
 from kvboost.models import CachedChunk, PastKVType, chained_hash, content_hash_from_tokens
-from kvboost.namespace import Namespace
+from kvboost.store.chunking import ChunkRegistry
+from kvboost.store.manager import ROOT, ChunkMatch, KVCacheManager, StoreReport
 
 _HEADS = ((1, 2), (2, 3))  # (kv_heads, head_dim) of each layer
 LAYOUT = KVLayout.of(tuple((torch.empty(1, h, 0, d, dtype=torch.float64),) * 2 for h, d in _HEADS))

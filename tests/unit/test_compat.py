@@ -20,8 +20,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvboost import rows
-from kvboost.arena import Arena, probe_layout
 from kvboost.compat import (
     CROP_ZERO_EMPTIES,
     SUPPORTED_ARCHITECTURES,
@@ -37,8 +35,10 @@ from kvboost.compat import (
     text_config,
 )
 from kvboost.errors import UnsupportedModelError
-from kvboost.rope import KeyRotation, learn_rotation
-from kvboost.selftest import check_exactness
+from kvboost.kv.arena import Arena, probe_layout
+from kvboost.kv.rope import KeyRotation, learn_rotation
+from kvboost.proof.selftest import check_exactness
+from kvboost.run import packed_step as rows
 
 
 def tiny_gpt2() -> Any:

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvboost.choices import Origin
 from kvboost.models import (
     AssembledPrompt,
     CachedChunk,
     GenerationResult,
-    Origin,
     Span,
     WarmResult,
     chained_hash,

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from kvboost import decode
-from kvboost.arena import Arena
 from kvboost.bench.prefix import spread_rounds
 from kvboost.bench.record import machine_record
 from kvboost.bench.text import TextSource
 from kvboost.bench.timing import spread
 from kvboost.engine import InferenceEngine
+from kvboost.kv.arena import Arena
+from kvboost.run import decode
 
 Report = Callable[[int, int, str], None]
 Prompts = list[list[int]]

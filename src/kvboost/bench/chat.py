@@ -14,8 +14,8 @@ from typing import Any
 
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
-from kvboost.documents import plain_text
 from kvboost.engine import InferenceEngine
+from kvboost.proof.documents import plain_text
 
 Report = Callable[[int, int, str], None]
 QUESTIONS = (

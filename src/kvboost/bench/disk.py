@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from kvboost import serde
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
-from kvboost.disk_cache import slot_bytes_for
-from kvboost.disk_tier import SLOTS, DiskEntry, DiskTier
+from kvboost.disk import serde
+from kvboost.disk.cache import slot_bytes_for
+from kvboost.disk.serde import Record
+from kvboost.disk.tier import SLOTS, DiskEntry, DiskTier
 from kvboost.errors import KVBoostError
-from kvboost.serde import Record
 
 Report = Callable[[int, int, str], None]
 OpenEngine = Callable[..., Any]

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvboost.bench.record import machine_record
-from kvboost.documents import Case, groups_of, make_cases
-from kvboost.quality import Measured, ReuseTrial
+from kvboost.proof.documents import Case, groups_of, make_cases
+from kvboost.proof.quality import Measured, ReuseTrial
 
 Report = Callable[[int, int, str], None]
 RATIO = 0.10

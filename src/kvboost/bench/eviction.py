@@ -18,8 +18,8 @@ import torch
 from kvboost.bench import tiny_kv
 from kvboost.bench.chats import ChatSettings, ChatTurn, replayed_turns
 from kvboost.bench.record import machine_record
-from kvboost.cache_manager import KVCacheManager
-from kvboost.memory_tier import MemoryTier
+from kvboost.store.budget import MemoryTier
+from kvboost.store.manager import KVCacheManager
 
 Tell = Callable[[str], None]
 CONTESTANTS = ("kvboost", "lru", "best pin set", "unlimited")

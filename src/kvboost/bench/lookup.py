@@ -19,10 +19,10 @@ import torch
 from kvboost.bench import tiny_kv
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
-from kvboost.cache_manager import KVCacheManager
 from kvboost.errors import InvalidRequestError
 from kvboost.models import chained_hash_from_bytes, token_bytes
-from kvboost.prefix_tree import TOKEN_BYTES
+from kvboost.store.manager import KVCacheManager
+from kvboost.store.prefix_tree import TOKEN_BYTES
 
 Tell = Callable[[str], None]
 SHAPES = ("separate texts", "texts under one parent")

@@ -40,9 +40,10 @@ from kvboost.bench.prefix import spread_rounds
 from kvboost.bench.record import machine_record
 from kvboost.bench.text import TextSource
 from kvboost.bench.timing import Answer, Stamps, spread, timed
-from kvboost.embedded import BUILTIN_NAME, ensure_checkpoint, find_gguf
+from kvboost.choices import SELECTORS
 from kvboost.engine import InferenceEngine
-from kvboost.settings import SELECTORS
+from kvboost.loading.embedded import BUILTIN_NAME, ensure_checkpoint, find_gguf
+from kvboost.proof.fresh_engine import fresh_engine
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
@@ -155,8 +156,8 @@ class Reordering:
     def __init__(self, engine: InferenceEngine, selector: str, ratio: float) -> None:
         self.name = f"{selector} {ratio:.0%}"
         self.about = {"label": f"kvboost, {self.name}", "selector": selector, "ratio": ratio}
-        self._engine = engine.reopened(
-            recompute_strategy="cacheblend", selector=selector, recompute_ratio=ratio, max_kl=None
+        self._engine = fresh_engine(
+            engine, recompute_strategy="cacheblend", selector=selector, recompute_ratio=ratio, max_kl=None
         )
 
     def warm(self, document: list[int]) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from kvboost.bench.record import machine_record
-from kvboost.calibration import Calibration
-from kvboost.documents import Case, groups_of, make_cases
+from kvboost.choices import BITS, KVBits
 from kvboost.errors import InvalidRequestError
-from kvboost.models import BITS, KVBits
-from kvboost.quality import METHODS, Measured, ReuseTrial
+from kvboost.proof.calibration import Calibration
+from kvboost.proof.documents import Case, groups_of, make_cases
+from kvboost.proof.quality import METHODS, Measured, ReuseTrial
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 OpenEngine = Callable[..., Any]  # an engine with these options on the model that is measured

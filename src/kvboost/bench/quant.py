@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost import decode
-from kvboost.arena import Arena, KVLayout, row_blocks
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
-from kvboost.documents import ALONE, Case, Group, make_cases
+from kvboost.choices import BITS, KVBits
 from kvboost.errors import InvalidRequestError
-from kvboost.kv_codec import KVCodec
-from kvboost.kv_quantize import KEYS, VALUES, Scheme, dequantize_into, quantize
+from kvboost.kv.arena import Arena, KVLayout, row_blocks
+from kvboost.kv.codec import KVCodec
+from kvboost.kv.quantize import KEYS, VALUES, Scheme, dequantize_into, quantize
+from kvboost.kv.rope import KeyRotation, learn_rotation
 from kvboost.locks import model_lock
-from kvboost.models import BITS, KVBits
-from kvboost.rope import KeyRotation, learn_rotation
+from kvboost.proof.documents import ALONE, Case, Group, make_cases
+from kvboost.run import decode
 
 Report = Callable[[int, int, str], None]
 OpenEngine = Callable[..., Any]

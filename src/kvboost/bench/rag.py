@@ -17,8 +17,9 @@ from typing import Any
 
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
-from kvboost.documents import Document, DocumentPrompt, PromptWriter, Shelf, message
-from kvboost.models import GenerationMode, GenerationResult, Origin
+from kvboost.choices import GenerationMode, Origin
+from kvboost.models import GenerationResult
+from kvboost.proof.documents import Document, DocumentPrompt, PromptWriter, Shelf, message
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 OpenEngine = Callable[..., Any]  # an engine with these options on the model that is measured

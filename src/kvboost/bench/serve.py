@@ -29,7 +29,7 @@ from kvboost.bench.record import machine_record
 from kvboost.bench.server_process import ServerFailedError, ServerProcess
 from kvboost.bench.stream_client import Address, Reply, ask
 from kvboost.bench.text import TextSource
-from kvboost.embedded import BUILTIN_NAME, ensure_checkpoint
+from kvboost.loading.embedded import BUILTIN_NAME, ensure_checkpoint
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 

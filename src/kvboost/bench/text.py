@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvboost.documents import plain_text
 from kvboost.errors import InvalidRequestError
+from kvboost.proof.documents import plain_text
 
 
 class TextSource:

@@ -10,10 +10,10 @@ from functools import cache
 import numpy as np
 import torch
 
-from kvboost.arena import KVLayout, Packed
-from kvboost.cache_manager import KVCacheManager, StoreReport
-from kvboost.chunk_registry import ChunkRegistry
-from kvboost.kv_codec import KVCodec
+from kvboost.kv.arena import KVLayout, Packed
+from kvboost.kv.codec import KVCodec
+from kvboost.store.chunking import ChunkRegistry
+from kvboost.store.manager import KVCacheManager, StoreReport
 
 
 @cache

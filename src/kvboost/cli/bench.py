@@ -26,7 +26,7 @@ from kvboost.cli.bench_reuse import quality, rag
 from kvboost.cli.bench_serve import serve
 from kvboost.cli.bench_store import eviction, lookup
 from kvboost.cli.counts import read_counts
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.session import opened_engine
 
 NAMES = {
@@ -57,7 +57,7 @@ bench.add_command(peers)
 bench.add_command(serve)
 
 
-@bench.command()
+@bench.command(cls=GroupedCommand)
 @click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
 @click.option(
     "--lengths",

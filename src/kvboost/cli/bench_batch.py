@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)
 COMPARED = ("max_chunks",)
@@ -25,7 +25,7 @@ NAMES = {
 }
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option(
     "--batch", type=_COUNT, default=8, show_default=True, help="Prompts that are answered together."
 )

@@ -12,12 +12,12 @@ import click
 from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--chats", type=_COUNT, default=6, show_default=True, help="That go on at the same time.")
 @click.option("--turns", type=_COUNT, default=6, show_default=True, help="Questions per chat.")
 @click.option("--new-tokens", type=_COUNT, default=32, show_default=True, help="Length of the answers.")

@@ -12,13 +12,13 @@ import click
 from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)
 COMPARED = ("disk_cache_dir", "disk_cache_bytes", "max_chunks")
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--tokens", type=_COUNT, default=4_096, show_default=True, help="Cached tokens.")
 @click.option("--rounds", type=_COUNT, default=5, show_default=True, help="Of reads, writes and answers.")
 @click.option("--plain-rounds", type=_COUNT, default=2, show_default=True, help="Of BASELINE.")

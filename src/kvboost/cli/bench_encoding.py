@@ -12,13 +12,13 @@ import click
 from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)
 COMPARED = ("overlap_k", "sink_tokens", "chunk_boundary_window")
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--prompts", type=_COUNT, default=16, show_default=True, help="In all groups together.")
 @click.option(
     "--prompt-tokens", type=_COUNT, default=1_500, show_default=True, help="Of all documents, about."

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table
 from kvboost.cli.counts import read_counts
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--questions", type=_COUNT, default=40, show_default=True, help="Of four choices each.")
 @click.option(
     "--shots",

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title
 from kvboost.cli.counts import read_counts
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)
 COMPARED = ("max_chunks",)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option(
     "--lengths",
     default="1024,2048,4096",

@@ -12,13 +12,13 @@ import click
 from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)
 COMPARED = ("kv_cache_bits", "max_chunks")
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--prompts", type=_COUNT, default=40, show_default=True, help="Prompts for the error.")
 @click.option(
     "--cached-tokens",

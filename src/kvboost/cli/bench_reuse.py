@@ -16,8 +16,8 @@ from rich.table import Table
 
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title, verdict
 from kvboost.cli.counts import read_counts
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.options import bits as read_bits
-from kvboost.cli.options import engine_options
 
 METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
 SELECTORS = ("guided", "deviation")
@@ -85,7 +85,7 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
 # --- quality -------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--prompts", type=_COUNT, default=64, show_default=True, help="In all groups together.")
 @click.option(
     "--documents",
@@ -271,7 +271,7 @@ def budgets_table(record: dict[str, Any]) -> Table:
 # --- rag -----------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--documents", type=_COUNT, default=8, show_default=True, help="Per prompt.")
 @click.option(
     "--prompt-tokens", type=_COUNT, default=4_000, show_default=True, help="Of all documents, about."

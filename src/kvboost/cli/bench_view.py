@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvboost.cli.options import ENGINE_FLAGS
+from kvboost.cli.options import ENGINE_OPTIONS
 from kvboost.cli.session import opened_engine
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def opened(
             flag = "--" + name.replace("_", "-")
             raise click.UsageError(f"{flag} is what this benchmark compares: leave it out")
     options = {"max_chunks": None, **engine_options, "recompute_strategy": "cacheblend"}
-    names = {flag.name for flag in ENGINE_FLAGS} - {"device"} | {"recompute_strategy"}
+    names = {each.name for each in ENGINE_OPTIONS} - {"device"} | {"recompute_strategy"}
     constructor_options = {name: value for name, value in options.items() if name in names}
     with opened_engine(model, options, Console(stderr=True)) as engine:
 

@@ -20,7 +20,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 
 def holds_cache(folder: Path) -> bool:
     """Whether a cache was saved in `folder`. An error where none could be: better now than after the work."""
-    from kvboost.snapshot import HEADER
+    from kvboost.disk.snapshot import HEADER
 
     if (folder / HEADER).is_file():
         return True

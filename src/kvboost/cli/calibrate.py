@@ -15,16 +15,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvboost.cli.cache_folder import unlimited
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.session import opened_engine
+from kvboost.settings import DEFAULT_MAX_KL
 
 if TYPE_CHECKING:
-    from kvboost.calibration import Calibration
+    from kvboost.proof.calibration import Calibration
 
 DEFAULT_PROMPTS = 12
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model")
 @click.option(
     "--prompts",
@@ -46,7 +47,7 @@ def calibrate(model: str, prompts: int, as_json: bool, engine_options: dict[str,
     kvboost calibrate builtin --max-kl 0.05
     kvboost generate builtin PROMPT --recompute-ratio auto --max-kl 0.05
     """
-    from kvboost.calibration import DEFAULT_MAX_KL, path_of
+    from kvboost.proof.calibration import path_of
 
     bound = engine_options.pop("max_kl", None) or DEFAULT_MAX_KL  # only to say which ratio holds it
     engine_options.pop("recompute_ratio", None)  # what is measured are several

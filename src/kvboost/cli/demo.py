@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from kvboost.cli.demo_text import CHAT, QUESTIONS, system_message
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.session import opened_engine
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class DemoReport:
     cache_bytes: int
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 @engine_options

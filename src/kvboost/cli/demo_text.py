@@ -20,12 +20,12 @@ added in 1921 for the weather station. The island has no trees, one freshwater s
 of about four thousand puffins that arrive in April and leave in August.
 
 2. The crew
-Four people live on the island at any time: the keeper, the assistant keeper, the meteorologist and \
-the cook. The keeper is Tomas Brandt, who has held the post for nineteen years. The assistant keeper \
+Four people live on the island at any time: the writer, the assistant writer, the meteorologist and \
+the cook. The writer is Tomas Brandt, who has held the post for nineteen years. The assistant writer \
 is Ines Okafor, the meteorologist is Dr. Priya Raman, and the cook is a retired fisherman named Olav \
-Lund. Each of them serves for six weeks and then has three weeks of leave on the mainland. The keeper \
+Lund. Each of them serves for six weeks and then has three weeks of leave on the mainland. The writer \
 decides in all matters of safety. In matters of food the cook decides, and nobody has ever won an \
-argument against him. A new member of the crew spends the first week following the assistant keeper \
+argument against him. A new member of the crew spends the first week following the assistant writer \
 on every round and does not stand a watch alone before the second week.
 
 3. The lamp
@@ -63,7 +63,7 @@ keeps a small garden behind the south wall, where potatoes, kale and onions grow
 carried over in sacks.
 
 7. Emergencies
-In a fire the crew meets at the boathouse, and the keeper counts heads before anything else is done. \
+In a fire the crew meets at the boathouse, and the writer counts heads before anything else is done. \
 The nearest rescue helicopter is stationed at Harrow Bay and needs thirty-five minutes to arrive. The \
 landing place is the flat rock east of the tower, and it must be kept clear of ropes and barrels at \
 all times. The medicine chest is in the kitchen, in the cupboard above the bread. Whoever opens it \
@@ -93,7 +93,7 @@ and the one who comes stand on the gallery together and agree on what they see.
 11. From the history of the station
 In its first winter the light was put out by seabirds that flew against the lantern, and since then an \
 iron net has protected the glass. In 1903 the schooner Marguerite ran onto the reef in a snowstorm, and \
-the keeper of that time, Hanna Dahl, brought all fourteen sailors ashore with a rope and a wash tub. Her \
+the writer of that time, Hanna Dahl, brought all fourteen sailors ashore with a rope and a wash tub. Her \
 medal hangs in the hall, next to the barometer. Electricity came in 1956, the telephone in 1960 and \
 hot water in 1988. The log has been kept without a gap since the first night, and its oldest volumes are \
 in the museum at Harrow Bay, where they may be read on request.

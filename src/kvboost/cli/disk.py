@@ -19,7 +19,7 @@ from kvboost.cli.bench_view import simple_table
 from kvboost.errors import CacheFileError
 
 if TYPE_CHECKING:
-    from kvboost.disk_tier import DiskTier
+    from kvboost.disk.tier import DiskTier
 
 EXISTING = click.Path(exists=True, file_okay=False, path_type=Path)
 _DAMAGED = 3  # exit status of a check that found damage
@@ -116,8 +116,8 @@ def tier_folders(folder: Path) -> list[Path]:
 
     `CacheFileError` where others own one of them, or may write to it.
     """
-    from kvboost.disk_folder import DESCRIPTION, check_contents
-    from kvboost.file_trust import real_folder
+    from kvboost.disk.folder import DESCRIPTION, check_contents
+    from kvboost.disk.trust import real_folder
 
     folder = real_folder(folder)
     check_contents(folder)
@@ -131,7 +131,7 @@ def tier_folders(folder: Path) -> list[Path]:
 
 def open_tier(folder: Path) -> DiskTier:
     """The tier in `folder`, with the sizes that it was made with."""
-    from kvboost.disk_tier import DiskTier
+    from kvboost.disk.tier import DiskTier
 
     return DiskTier.existing(folder)
 

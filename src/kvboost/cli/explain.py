@@ -14,15 +14,15 @@ from rich.console import Console
 
 from kvboost.cli.cache_folder import FOLDER, load_cache, unlimited
 from kvboost.cli.generate import as_prompt, read_prompt, read_text
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.session import opened_engine
 from kvboost.cli.warm import TEXT_FILE, raise_errors, warm_texts
 
 if TYPE_CHECKING:
-    from kvboost.explain import Explanation
+    from kvboost.reuse.explain import Explanation
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model")
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=TEXT_FILE, help="Read the prompt from a UTF-8 text file.")

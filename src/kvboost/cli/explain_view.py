@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from kvboost.explain import ExplainedSpan, Explanation
+    from kvboost.reuse.explain import ExplainedSpan, Explanation
 
 COLOURS = {"exact": "green", "approximate": "yellow", "recomputed": "magenta", "live": "red"}
 SHOWN_CHARACTERS = 600  # of a stretch of one origin

@@ -15,19 +15,19 @@ import click
 from rich.console import Console
 
 from kvboost.cli.cache_folder import FOLDER, holds_cache, load_cache, unlimited
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.session import opened_engine
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
     from kvboost.models import GenerationResult
-    from kvboost.prompts import Prompt
+    from kvboost.requests.prompts import Prompt
 
 MODES = ("chunk_kv_reuse", "prefix_cache", "baseline")
 WITHOUT_CACHE = "baseline"
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model")
 @click.argument("prompt", required=False)
 @click.option(

@@ -11,30 +11,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
 
-from kvboost.cli.options import engine_options, size
+from kvboost.cli.options import GroupedCommand, engine_options, flags_of
 from kvboost.cli.session import opened_engine
 from kvboost.errors import KVBoostError
+from kvboost.server.settings import ApiKey, ServerSettings
+from kvboost.settings import options_of
 
-if TYPE_CHECKING:
-    from kvboost.server.settings import ApiKey
-
-MODES = ("prefix_cache", "chunk_kv_reuse", "baseline")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 = a free one."
 )
-@click.option("--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help="What is reused.")
 @click.option("--served-model-name", metavar="NAME", help="The name that requests give.  [default: MODEL]")
 @click.option(
     "--api-key",
@@ -45,100 +42,7 @@ _MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
     "Several times for several keys.",
 )
 @click.option("--admin-key", metavar="KEY|@FILE", help="The key for stats, metrics, clear and pin.")
-@click.option(
-    "--batching/--no-batching", default=True, show_default=True, help="Many requests at once, or one by one."
-)
-@click.option(
-    "--max-rows", type=click.IntRange(1), help="Requests in the running batch.  [default: 32, GPU: 64]"
-)
-@click.option(
-    "--batch-tokens",
-    type=click.IntRange(1),
-    help="Tokens whose KV the running batch can hold.  [default: 32768, or as memory allows]",
-)
-@click.option(
-    "--max-waiting",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    help="Requests that may wait; more get a 429.",
-)
-@click.option(
-    "--max-waiting-per-key",
-    "max_waiting_per_tenant",
-    type=click.IntRange(1),
-    help="Requests of one key that may wait; without keys, of one address.  [default: half of them]",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=600,
-    show_default=True,
-    help="Seconds that a request may take.",
-)
-@click.option(
-    "--read-timeout",
-    "read_timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=30,
-    show_default=True,
-    help="Seconds for a request to arrive and to be tokenized.",
-)
-@click.option(
-    "--keep-alive",
-    "keep_alive_s",
-    type=click.FloatRange(0, min_open=True),
-    default=10,
-    show_default=True,
-    help="A stream with nothing to say sends a comment after so many seconds.",
-)
-@click.option(
-    "--shutdown-timeout",
-    "shutdown_timeout_s",
-    type=click.FloatRange(0),
-    default=30,
-    show_default=True,
-    help="Seconds for running requests after SIGTERM or Ctrl-C.",
-)
-@click.option(
-    "--max-request-bytes",
-    type=size,
-    metavar="SIZE",
-    default="4MB",
-    show_default=True,
-    help="Longest body of a request.",
-)
-@click.option(
-    "--max-messages",
-    type=click.IntRange(1, 16_384),
-    default=4096,
-    show_default=True,
-    help="Messages of one chat, with their parts.",
-)
-@click.option(
-    "--max-prompt-characters",
-    type=click.IntRange(1),
-    help="Characters of one prompt.  [default: 16 for every token that fits]",
-)
-@click.option(
-    "--default-max-tokens",
-    type=click.IntRange(1),
-    default=512,
-    show_default=True,
-    help="Longest answer where a request does not say.",
-)
-@click.option(
-    "--cors", "cors_origins", multiple=True, metavar="ORIGIN", help="Pages from there may call it too."
-)
-@click.option(
-    "--allowed-host",
-    "allowed_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="A name of this server beside addresses and local names; needed only without keys.  [* = any]",
-)
-@click.option("--log-prompts", is_flag=True, help="Write prompts and answers to the log.")
+@flags_of(options_of(ServerSettings), "server_options")
 @engine_options
 def serve(
     model: str,
@@ -147,8 +51,8 @@ def serve(
     served_model_name: str | None,
     api_keys: tuple[str, ...],
     admin_key: str | None,
+    server_options: dict[str, Any],
     engine_options: dict[str, Any],
-    **options: Any,
 ) -> None:
     """Serve MODEL: a hub name, a folder, or "builtin", to any OpenAI client.
 
@@ -163,7 +67,6 @@ def serve(
     if missing:
         raise KVBoostError(f"kvboost serve needs {', '.join(missing)}: pip install kvboost[server]")
     from kvboost.server.runner import listening_socket, make_server, url_of
-    from kvboost.server.settings import ServerSettings
 
     name = served_model_name or _name_of(model)
     settings = ServerSettings(
@@ -171,7 +74,7 @@ def serve(
         aliases=(model,) if model != name else (),
         api_keys=tuple(read_keys(api_keys)),
         admin_key=_admin_key(admin_key),
-        **options,
+        **server_options,
     )
     with listening_socket(host, port) as sock, logging_to_stderr():
         url = url_of(sock)
@@ -187,8 +90,6 @@ def serve(
 
 def read_keys(given: tuple[str, ...]) -> list[ApiKey]:
     """Keys as they were given, or out of files."""
-    from kvboost.server.settings import ApiKey
-
     texts: list[str] = []
     for text in given:
         texts += _lines(text[1:]) if text.startswith("@") else [text]

@@ -46,7 +46,7 @@ def _load(model: str, options: Mapping[str, Any]) -> InferenceEngine:
 
 
 def _loading_text(model: str) -> str:
-    from kvboost.embedded import BUILTIN_NAME, checkpoint_folder
+    from kvboost.loading.embedded import BUILTIN_NAME, checkpoint_folder
 
     if model == BUILTIN_NAME and not checkpoint_folder().is_dir():
         return "converting the built-in model (only the first time, about 20 seconds)"

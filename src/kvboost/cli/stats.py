@@ -44,7 +44,7 @@ def stats(cache: Path | None, disk_folder: Path | None, as_json: bool) -> None:
             Console(highlight=False).print(disk_table(found))
         return
     assert cache is not None
-    from kvboost.snapshot import read_header
+    from kvboost.disk.snapshot import read_header
 
     summary = summarize(cache, read_header(cache))
     if as_json:

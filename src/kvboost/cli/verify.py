@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kvboost.cli.bench_view import bar, simple_table
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.session import opened_engine
 from kvboost.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from kvboost.verify import CorrectnessReport
+    from kvboost.proof.verify import CorrectnessReport
 
 _WORDS = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[dim]not tried[/dim]"}
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model")
 @click.option(
     "--prompts",

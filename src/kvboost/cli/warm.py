@@ -16,18 +16,18 @@ from rich.progress import track
 
 from kvboost.cli.cache_folder import FOLDER, holds_cache, load_cache, unlimited, warn
 from kvboost.cli.generate import as_prompt, read_text
-from kvboost.cli.options import engine_options
+from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.session import opened_engine
 from kvboost.errors import KVBoostError
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
-    from kvboost.prompts import Prompt
+    from kvboost.requests.prompts import Prompt
 
 TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model")
 @click.argument("files", nargs=-1, required=True, type=TEXT_FILE, metavar="FILE...")
 @click.option(

@@ -25,12 +25,12 @@ import jinja2
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from kvboost import rope
+from kvboost.batching.workload import check_batch_tokens
+from kvboost.choices import GenerationMode, choice
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError, KVBoostError
-from kvboost.models import GenerationMode, GenerationResult, ScoreResult
-from kvboost.settings import choice
-from kvboost.workload import check_batch_tokens
+from kvboost.kv import rope
+from kvboost.models import GenerationResult, ScoreResult
 
 try:
     from lm_eval.api.model import TemplateLM

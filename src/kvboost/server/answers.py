@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from kvboost.models import GenerationResult, Origin
+from kvboost.choices import Origin
+from kvboost.models import GenerationResult
 
 FinishReason = Literal["stop", "length"]
 
@@ -224,7 +225,7 @@ class BatchBody(Answer):
     """The running batch now, and what it has done."""
 
     rows: int
-    max_rows: int
+    max_sequences: int
     resident_tokens: int
     steps: int
     decoded_tokens: int

@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect
 from kvboost.server.connection import ClientGoneError
 from kvboost.server.errors import ApiError, of_validation
 from kvboost.server.readers import Reading, too_slow
-from kvboost.server.schemas import MAX_MESSAGES, Body
+from kvboost.server.schemas import Body
+from kvboost.server.settings import MAX_MESSAGES
 
 B = TypeVar("B", bound=Body)
 

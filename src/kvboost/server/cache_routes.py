@@ -14,7 +14,8 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Query, Request
 
 from kvboost.errors import InvalidRequestError
-from kvboost.requests import Request as EngineRequest
+from kvboost.requests.request import Arguments
+from kvboost.requests.request import Request as EngineRequest
 from kvboost.server.answers import (
     CacheStats,
     ClearBody,
@@ -56,7 +57,7 @@ async def warm(request: Request, service: TheService, caller: AnyCaller, note: T
 
     def read(body: CacheRequest, salt: str, reading: Reading) -> tuple[EngineRequest, str]:
         ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
-        found = service.engine.read_request(ids, 1, service.settings.mode, cache_salt=salt)
+        found = service.engine.core.read(ids, Arguments(1, service.settings.mode, cache_salt=salt))
         return found, body.prompt_field
 
     engine_request, param = await _with_prompt(request, service, caller, read)

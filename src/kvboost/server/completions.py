@@ -11,17 +11,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvboost.errors import InvalidRequestError, KVBoostError
 from kvboost.models import GenerationResult
-from kvboost.requests import Request
+from kvboost.requests.request import Request
 from kvboost.server.answers import FinishReason, Reuse, Usage
 from kvboost.server.auth import Caller
 from kvboost.server.errors import ApiError, as_api_error
 from kvboost.server.readers import Reading
-from kvboost.server.sampling import LogprobRecorder, TokenScore, generation_options
+from kvboost.server.sampling import LogprobRecorder, TokenScore, sampling_arguments
 from kvboost.server.schemas import AnyPrompt, Generation
 from kvboost.server.service import Service, told_reason
 from kvboost.server.text import Detokenizer, StopFinder
@@ -71,8 +71,9 @@ def _read_prompt(
     drafts = []
     for index in range(first, first + body.choices):
         recorder = None if body.num_logprobs is None else LogprobRecorder(body.num_logprobs)
-        options = generation_options(body, index, len(ids), recorder)
-        request = engine.read_request(ids, new_tokens, service.settings.mode, cache_salt=salt, **options)
+        arguments = sampling_arguments(body, index, len(ids), recorder)
+        arguments = replace(arguments, max_new_tokens=new_tokens, mode=service.settings.mode, cache_salt=salt)
+        request = engine.core.read(ids, arguments)
         drafts.append(Draft(request, recorder))
     return drafts
 

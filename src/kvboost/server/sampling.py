@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from kvboost.requests.request import Arguments
+
 LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is taken
 _LEAST_TOP_P = 1e-6
 _MAX_SEED = 2**63
@@ -47,24 +49,26 @@ class TokenScore:
     top: tuple[tuple[int, float], ...]
 
 
-def generation_options(
+def sampling_arguments(
     fields: SamplingFields, index: int, prompt_tokens: int, recorder: LogprobRecorder | None
-) -> dict[str, Any]:
-    """Options of `engine.read_request` for choice number `index`; with a seed it draws from seed + index."""
-    options: dict[str, Any] = {"num_beams": 1, "do_sample": False}
+) -> Arguments:
+    """How choice number `index` is sampled; with a seed it draws from seed + index."""
+    options: dict[str, Any] = {"num_beams": 1}
     temperature = 1.0 if fields.temperature is None else fields.temperature
-    if temperature >= LEAST_TEMPERATURE:
+    do_sample = temperature >= LEAST_TEMPERATURE
+    if do_sample:
         options |= _NEUTRAL
-        top_p = 1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P)
-        options |= {"do_sample": True, "temperature": temperature, "top_p": top_p}
-        options["seed"] = _seed(fields.seed, index)
+        options["top_p"] = 1.0 if fields.top_p is None else max(fields.top_p, _LEAST_TOP_P)
     processors: list[LogitsProcessor] = [] if recorder is None else [recorder]
     frequency, presence = fields.frequency_penalty or 0.0, fields.presence_penalty or 0.0
     if frequency or presence:
         processors.append(RepeatPenalties(prompt_tokens, frequency, presence))
     if processors:
         options["logits_processor"] = LogitsProcessorList(processors)
-    return options
+    if not do_sample:
+        return Arguments(options=options)
+    seed = _seed(fields.seed, index)
+    return Arguments(temperature=temperature, do_sample=True, seed=seed, options=options)
 
 
 def _seed(seed: int | None, index: int) -> int:

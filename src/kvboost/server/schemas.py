@@ -11,9 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from kvboost.server.field_rules import TOO_MANY, Between, Expected, Refused
+from kvboost.server.settings import MAX_MESSAGES
 
 MAX_CHOICES = 128
-MAX_MESSAGES = 16_384
 _MAX_SALT = 512
 _SEEDS = 2**63
 

@@ -17,10 +17,9 @@ from anyio import CapacityLimiter, to_thread
 from kvboost import __version__
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
-from kvboost.miss_reasons import without_tokens
 from kvboost.models import GenerationResult
-from kvboost.prompts import ReadingBounds
-from kvboost.requests import Request
+from kvboost.requests.prompts import ReadingBounds
+from kvboost.requests.request import Arguments, Request
 from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, WorkerBody
 from kvboost.server.auth import Caller, Gate, effective_salt
 from kvboost.server.errors import ApiError, as_api_error
@@ -30,6 +29,7 @@ from kvboost.server.schemas import AnyPrompt
 from kvboost.server.settings import ServerSettings
 from kvboost.server.text import TokenNames
 from kvboost.server.worker import ShuttingDownError, Ticket, Worker
+from kvboost.store.miss_reasons import without_tokens
 
 FINGERPRINT = f"kvboost-{__version__}"
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Service:
         self.worker = Worker(
             engine,
             batching=settings.batching,
-            max_rows=settings.max_rows,
+            max_sequences=settings.max_sequences,
             batch_tokens=settings.batch_tokens,
             max_waiting=settings.max_waiting,
             max_waiting_per_tenant=settings.share_of_the_queue,
@@ -63,7 +63,7 @@ class Service:
         self._looking = CapacityLimiter(_LOOKERS)
         batch = self.worker.batch
         self.max_prompt_tokens = self._max_prompt_tokens()
-        self._batch_slots = 0 if batch is None else batch.residents.pool.free
+        self._batch_slots = 0 if batch is None else batch.radix_tree.pool.free
         self.metrics = Metrics(self.worker, engine.cache_stats)
         self.created = int(time.time())
         # Tokenizers are not made for several threads: the event loop, which decodes, has its own.
@@ -78,7 +78,9 @@ class Service:
         """Tokens of the longest prompt that could be served; None = there is no bound."""
         engine, batch = self.engine, self.worker.batch
         sizes = [engine.max_positions]
-        if batch is not None and not engine.why_alone(engine.read_request([0], 1, self.settings.mode)):
+        if batch is not None and not engine.core.parts.why_alone(
+            engine.core.read([0], Arguments(1, self.settings.mode))
+        ):
             sizes.append(batch.max_tokens)
         return min((size for size in sizes if size is not None), default=None)
 
@@ -220,8 +222,8 @@ class Service:
         counts = batch.counts
         return BatchBody(
             rows=len(batch.rows),
-            max_rows=batch.max_rows,
-            resident_tokens=self._batch_slots - batch.residents.pool.free,
+            max_sequences=batch.max_sequences,
+            resident_tokens=self._batch_slots - batch.radix_tree.pool.free,
             steps=counts.steps,
             decoded_tokens=counts.decoded_tokens,
             prefilled_tokens=counts.prefilled_tokens,

@@ -1,24 +1,15 @@
-"""The server's own options, checked. The engine's are elsewhere; flags are the command line's business."""
+"""The server's own options, each declared once, and checked. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvboost.choices import GenerationMode, choice
 from kvboost.errors import InvalidRequestError
-from kvboost.models import GenerationMode
-from kvboost.server.schemas import MAX_MESSAGES
-from kvboost.settings import choice
+from kvboost.settings import about, options_of
 
-_COUNTS = (
-    "max_rows",
-    "batch_tokens",
-    "max_waiting",
-    "max_waiting_per_tenant",
-    "max_request_bytes",
-    "max_messages",
-    "max_prompt_characters",
-    "default_max_tokens",
-)
+MODES = ("prefix_cache", "chunk_kv_reuse", "baseline")  # the default first
+MAX_MESSAGES = 16_384  # of one request, whatever the settings say
 
 
 @dataclass(frozen=True)
@@ -57,41 +48,140 @@ class ServerSettings:
 
     model_name: str = "kvboost"
     aliases: tuple[str, ...] = ()
-    mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
+    mode: GenerationMode | str = field(
+        default=MODES[0], metadata=about("serving", "What is reused.", "choice", choices=MODES)
+    )
     api_keys: tuple[ApiKey, ...] = ()
     admin_key: ApiKey | None = None
-    batching: bool = True
-    max_rows: int | None = None
-    batch_tokens: int | None = None
-    max_waiting: int = 256
-    max_waiting_per_tenant: int | None = None
-    timeout_s: float = 600.0
-    read_timeout_s: float = 30.0
-    keep_alive_s: float = 10.0
-    shutdown_timeout_s: float = 30.0
-    max_request_bytes: int = 4_000_000
-    max_messages: int = 4_096
-    max_prompt_characters: int | None = None
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    log_prompts: bool = False
-    default_max_tokens: int = 512
+    batching: bool = field(
+        default=True, metadata=about("serving", "Many requests at once, or one by one.", "switch")
+    )
+    max_sequences: int | None = field(
+        default=None,
+        metadata=about(
+            "serving", "Requests in the running batch.", "count", least=1, default_text="32, on a GPU 64"
+        ),
+    )
+    batch_tokens: int | None = field(
+        default=None,
+        metadata=about(
+            "serving",
+            "Tokens whose KV the running batch can hold.",
+            "count",
+            least=1,
+            default_text="32768, or as memory allows",
+        ),
+    )
+    max_waiting: int = field(
+        default=256,
+        metadata=about("serving", "Requests that may wait; more get a 429.", "count", least=1),
+    )
+    max_waiting_per_tenant: int | None = field(
+        default=None,
+        metadata=about(
+            "serving",
+            "Requests of one key that may wait; without keys, of one address.",
+            "count",
+            least=1,
+            flag="--max-waiting-per-key",
+            default_text="half of --max-waiting",
+        ),
+    )
+    timeout_s: float = field(
+        default=600.0,
+        metadata=about("serving", "Time that a request may take.", "seconds", flag="--timeout"),
+    )
+    read_timeout_s: float = field(
+        default=30.0,
+        metadata=about(
+            "serving",
+            "Time for a request to arrive and to be tokenized.",
+            "seconds",
+            flag="--read-timeout",
+        ),
+    )
+    keep_alive_s: float = field(
+        default=10.0,
+        metadata=about(
+            "serving",
+            "A stream with nothing to say sends a comment after this time.",
+            "seconds",
+            flag="--keep-alive",
+        ),
+    )
+    shutdown_timeout_s: float = field(
+        default=30.0,
+        metadata=about(
+            "serving",
+            "Time for running requests after SIGTERM or Ctrl-C.",
+            "seconds",
+            least=0,
+            flag="--shutdown-timeout",
+        ),
+    )
+    max_request_bytes: int = field(
+        default=4_000_000,
+        metadata=about("serving", "Longest body of a request.", "size", least=1, default_text="4MB"),
+    )
+    max_messages: int = field(
+        default=4_096,
+        metadata=about(
+            "serving", "Messages of one chat, with their parts.", "count", least=1, most=MAX_MESSAGES
+        ),
+    )
+    max_prompt_characters: int | None = field(
+        default=None,
+        metadata=about(
+            "serving",
+            "Characters of one prompt.",
+            "count",
+            least=1,
+            default_text="16 for every token that fits",
+        ),
+    )
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            "serving",
+            "Web pages from this origin may call the server; can be repeated.",
+            "several texts",
+            flag="--cors",
+            metavar="ORIGIN",
+        ),
+    )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            "serving",
+            "A name of this server beside addresses and local names, * = any; needed only without keys. "
+            "Can be repeated.",
+            "several texts",
+            flag="--allowed-host",
+            metavar="NAME",
+        ),
+    )
+    log_prompts: bool = field(
+        default=False, metadata=about("serving", "Write prompts and answers to the log.", "switch")
+    )
+    default_max_tokens: int = field(
+        default=512,
+        metadata=about("serving", "Longest answer where a request does not say.", "count", least=1),
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", choice(GenerationMode, "mode", self.mode))
         if not self.model_name:
             raise InvalidRequestError("the served model needs a name")
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(f"{name} must be at least 1, got {value}")
-        if self.max_messages > MAX_MESSAGES:
-            raise InvalidRequestError(f"max_messages can be at most {MAX_MESSAGES}, got {self.max_messages}")
-        for name in ("timeout_s", "read_timeout_s", "keep_alive_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidRequestError(f"{name} must be greater than 0, got {getattr(self, name)}")
-        if self.shutdown_timeout_s < 0:
-            raise InvalidRequestError(f"shutdown_timeout_s must be at least 0, got {self.shutdown_timeout_s}")
+        for each in options_of(ServerSettings):
+            value = getattr(self, each.name)
+            if value is None or each.kind not in ("count", "size", "seconds"):
+                continue
+            if each.least is None and not value > 0:
+                raise InvalidRequestError(f"{each.name} must be greater than 0, got {value}")
+            if each.least is not None and value < each.least:
+                raise InvalidRequestError(f"{each.name} must be at least {each.least}, got {value}")
+            if each.most is not None and value > each.most:
+                raise InvalidRequestError(f"{each.name} can be at most {each.most}, got {value}")
         keys = [each.key for each in (*self.api_keys, self.admin_key) if each is not None]
         if len(set(keys)) != len(keys):
             raise InvalidRequestError("the same key is given twice")

@@ -2,8 +2,8 @@
 
 Requests wait in a queue that serves its tenants in turns, join the running batch when there is room, and
 leave it at any step. No tenant can fill queue or batch alone: each has a share of the queue, and a part of
-the batch is kept for tenants that have nothing in it. What cannot run beside others (`engine.why_alone`) runs
-alone, between two steps. Knows the engine and asyncio, no HTTP.
+the batch is kept for tenants that have nothing in it. What cannot run beside others runs alone, between two
+steps. Knows the engine and asyncio, no HTTP.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 from transformers.generation.streamers import BaseStreamer
 
+from kvboost.batching.scheduler import Row, Scheduler
 from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
 from kvboost.models import GenerationResult
-from kvboost.requests import Request
-from kvboost.row_loop import Row, RowLoop
+from kvboost.requests.request import Request
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class Worker:
         engine: InferenceEngine,
         *,
         batching: bool = True,
-        max_rows: int | None = None,
+        max_sequences: int | None = None,
         batch_tokens: int | None = None,
         max_waiting: int = 256,
         max_waiting_per_tenant: int | None = None,
@@ -220,14 +220,16 @@ class Worker:
     ) -> None:
         """With `has_tenants`, a part of the batch is kept for tenants that have nothing in it."""
         self.engine = engine
-        self.batch = engine.running_batch(max_rows, batch_tokens) if batching else None
+        self.batch = engine.core.scheduler(max_sequences, batch_tokens) if batching else None
         self._queue = FairQueue(max_waiting, max_waiting_per_tenant)
         self._has_tenants = has_tenants
         self._looked_at: tuple[int, int] | None = None  # what there was when nobody could be let in
         self._turns_since = 0
         self._spare_rows = self._spare_tokens = 0
         if self.batch is not None and has_tenants:
-            self._spare_rows = min(max(1, self.batch.max_rows // _SPARE_SHARE), self.batch.max_rows - 1)
+            self._spare_rows = min(
+                max(1, self.batch.max_sequences // _SPARE_SHARE), self.batch.max_sequences - 1
+            )
             self._spare_tokens = self.batch.max_tokens // _SPARE_SHARE
         self._running: list[Ticket] = []
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -244,11 +246,11 @@ class Worker:
     def submit(
         self, request: Request, *, tenant: str = "", timeout_s: float | None = None, answers: bool = True
     ) -> Ticket:
-        """Queue a request that `engine.read_request` gave. Raises where it cannot be taken.
+        """Queue a request that `EngineCore.read` gave. Raises where it cannot be taken.
 
         `answers=False` only reads the prompt and stores it.
         """
-        if self.batch is not None and not self.engine.why_alone(request):
+        if self.batch is not None and not self.engine.core.parts.why_alone(request):
             self.batch.check(request, answers=answers)
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         ticket = Ticket(request, tenant, deadline, answers)
@@ -329,7 +331,7 @@ class Worker:
             self._thread.join()
 
     def _retry_after_s(self) -> int:
-        rows = self.batch.max_rows if self.batch is not None else 1
+        rows = self.batch.max_sequences if self.batch is not None else 1
         return max(1, min(60, round(self._answer_s * len(self._queue) / rows)))
 
     # --- the thread --------------------------------------------------------------------------
@@ -483,7 +485,7 @@ class Worker:
         return len(passed) <= self._spare_rows and tokens <= self._spare_tokens
 
     def _runs_alone(self, ticket: Ticket) -> bool:
-        return self.batch is None or bool(self.engine.why_alone(ticket.request))
+        return self.batch is None or bool(self.engine.core.parts.why_alone(ticket.request))
 
     def _has_room(self, ticket: Ticket, is_new: bool) -> bool:
         assert self.batch is not None
@@ -501,7 +503,9 @@ class Worker:
         if ticket.answers:
             request.options = request.options.with_streamer(_Streamer(ticket))
         with _ending_at(ticket.deadline, request.watch.cancelled):
-            result = self.engine.serve(request)  # to read a prompt costs one token of an answer here
+            result = self.engine.core.alone.serve(
+                request
+            )  # to read a prompt costs one token of an answer here
         if self._stopping:
             ticket.failed(ShuttingDownError(_NOT_ANSWERED))
         elif ticket.is_late and result.finish_reason == "cancelled":
@@ -561,7 +565,7 @@ def _ending_at(deadline: float | None, cancelled: threading.Event) -> Iterator[N
         timer.cancel()
 
 
-def _leave(batch: RowLoop, row: Row) -> None:
+def _leave(batch: Scheduler, row: Row) -> None:
     """Store what a request has computed, if that can be done."""
     try:
         batch.leave(row)

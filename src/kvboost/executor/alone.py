@@ -1,0 +1,205 @@
+"""One request by itself: transformers' own generate over an arena that holds what was reused.
+
+    match -> place -> repair -> prefill and decode -> store
+
+`serve` shows these steps in order. Knows the parts of an engine; requests come checked.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from kvboost.batching.fixed_batch import Scores
+from kvboost.choices import GenerationMode, Origin
+from kvboost.executor.parts import EngineParts
+from kvboost.executor.warming import Warmer
+from kvboost.kv import rope
+from kvboost.kv.arena import Arena
+from kvboost.models import GenerationResult, ScoreResult, Span
+from kvboost.requests.prepared import LENGTH_REASON
+from kvboost.requests.request import Request, ScoreRequest
+from kvboost.reuse import repair
+from kvboost.reuse.assembler import ReusePlan
+from kvboost.reuse.workspace import Workspace
+from kvboost.run import decode
+from kvboost.run.decode import Decoded
+from kvboost.store.manager import StoreReport
+
+
+class AloneRunner:
+    """Answers and scores requests one at a time."""
+
+    def __init__(self, parts: EngineParts, warmer: Warmer) -> None:
+        self._parts = parts
+        self._warmer = warmer
+
+    def serve(self, request: Request) -> GenerationResult:
+        """Answer a request."""
+        parts = self._parts
+        parts.fit.begin([request])
+        if request.mode is GenerationMode.BASELINE:
+            return self._serve_baseline(request)
+        if why := parts.why_plain(request):
+            parts.manager.count_request(reused=0, total=len(request.prompt), reason=why)
+            return self._serve_plain(request, why)
+        plan, arena = self._place(request)
+        run_started = time.perf_counter()
+        recomputed = self._repair(plan, request, arena)
+        decoded = self._run(request, arena)
+        self._store_answer(request, decoded, arena, plan, recomputed)
+        parts.manager.count_request(
+            reused=plan.reused,
+            total=plan.total,
+            reason=plan.reason,
+            approximate=plan.first_approximate < plan.total,
+            recomputed=len(recomputed),
+            prefill_seconds=decoded.first_token_at - run_started,
+        )
+        return self._result(request, decoded, plan.spans(recomputed))
+
+    def _place(self, request: Request) -> tuple[ReusePlan, Arena]:
+        """What is reused of the prompt, and an arena that holds it, with room for the rest and the answer."""
+        parts = self._parts
+        arena, exact, any_kind = parts.workspace.take(
+            request.needed, request.namespace.key, request.token_ids
+        )
+        return parts.loader.place(lambda: parts.planned(request), arena, exact, any_kind), arena
+
+    def _repair(self, plan: ReusePlan, request: Request, arena: Arena) -> np.ndarray:
+        """Compute again what the new surroundings change, and what is missing between reused runs.
+
+        Returns the reused positions `[n]` that were computed again.
+        """
+        if not plan.needs_repair:
+            return np.zeros(0, dtype=np.int64)
+        model, strategy = self._parts.model, self._parts.approximation.strategy(plan)
+        with decode.running(model, fast=True, was_read=True):
+            return repair.complete(
+                model, request.token_ids, arena, plan.repair_runs, strategy, end=len(request.prompt) - 1
+            )
+
+    def _run(self, request: Request, arena: Arena) -> Decoded:
+        """Prefill what is missing and decode."""
+        parts, total = self._parts, len(request.prompt)
+        with decode.running(parts.model, fast=not parts.bit_exact, was_read=True):
+            block = parts.settings.block
+            stop = decode.last_stop(arena.length, total, block)
+            decode.prefill(parts.model, request.token_ids, arena, stop, block=block)
+            if request.options.num_rows > 1:
+                arena.batch_repeat_interleave(request.options.num_rows)
+            return decode.generate(
+                parts.model, parts.tokenizer, request.token_ids, arena, request.options, request.watch
+            )
+
+    def _serve_baseline(self, request: Request) -> GenerationResult:
+        """The model's own generate; in bit-exact mode in the same blocks as with reuse."""
+        parts = self._parts
+        if not parts.bit_exact or parts.why_plain(request):
+            return self._serve_plain(request, "baseline")
+        arena = Workspace(parts.layout).take(request.needed, "", request.token_ids)[0]
+        return self._result(request, self._run(request, arena), (_live(request, "baseline"),))
+
+    def _serve_plain(self, request: Request, reason: str) -> GenerationResult:
+        """Stock attention and cache, the model as it stands; nothing read and nothing stored."""
+        parts = self._parts
+        with decode.running(parts.model, fast=False, was_read=True):
+            rope.reset_dynamic_frequencies(parts.model)
+            decoded = decode.generate(
+                parts.model, parts.tokenizer, request.token_ids, None, request.options, request.watch
+            )
+        return self._result(request, decoded, (_live(request, reason),))
+
+    def _result(self, request: Request, decoded: Decoded, spans: tuple[Span, ...]) -> GenerationResult:
+        return request.result(decoded, spans, self._parts.reader.decode(decoded.token_ids))
+
+    # --- scores ------------------------------------------------------------------------------
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        """A score by forwards of its own: without reuse, or with reuse that may need repair."""
+        parts = self._parts
+        parts.fit.begin([request])
+        gated = parts.why_plain(request)
+        repaired = request.mode is GenerationMode.CHUNK_KV_REUSE or parts.settings.overlap_k > 0
+        if request.mode is GenerationMode.BASELINE or gated or parts.bit_exact or not repaired:
+            reason = gated or parts.why_alone(request) or "computed alone"
+            with decode.running(parts.model, fast=False, was_read=True):
+                rope.reset_dynamic_frequencies(parts.model)
+                return self._scored(request, None, (_live(request, reason),))
+        plan, arena = self._place(request)
+        recomputed = self._repair(plan, request, arena)
+        with decode.running(parts.model, fast=True, was_read=True):
+            decode.prefill(parts.model, request.token_ids, arena, request.limit)
+            result = self._scored(request, arena, plan.spans(recomputed))
+        self._store(request, request.prompt.token_ids, arena, plan, recomputed)
+        parts.manager.count_request(
+            reused=plan.reused,
+            total=len(request.prompt),
+            reason=plan.reason,
+            approximate=plan.first_approximate < plan.total,
+            recomputed=len(recomputed),
+        )
+        return result
+
+    def _scored(self, request: ScoreRequest, arena: Arena | None, spans: tuple[Span, ...]) -> ScoreResult:
+        """The score by one forward over what `arena` does not hold."""
+        model = self._parts.model
+        ids = request.token_ids[arena.length if arena is not None else 0 :]
+        device = model.get_input_embeddings().weight.device
+        with torch.no_grad():
+            output = model(
+                input_ids=torch.from_numpy(ids).to(device).unsqueeze(0),
+                past_key_values=arena,
+                use_cache=arena is not None,
+                logits_to_keep=len(request.continuation),
+            )
+        scores = Scores(request)
+        # models that know no `logits_to_keep` give all of them
+        scores.add(request.limit, output.logits[0, -len(request.continuation) :])
+        return scores.result(spans, self._parts.reader.decode(request.continuation))
+
+    # --- storing -----------------------------------------------------------------------------
+
+    def _store_answer(
+        self, request: Request, decoded: Decoded, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
+    ) -> None:
+        """Keep the KV of prompt and answer, as far as it was computed, and the answer's ids."""
+        parts, total = self._parts, len(request.prompt)
+        ids = request.token_ids
+        if arena.batch == 1:
+            ids = np.concatenate([ids, np.asarray(decoded.token_ids, dtype=np.int64)])[:-1]
+            if arena.length != len(ids):
+                parts.writer.refuse(LENGTH_REASON)
+                return
+        if parts.bit_exact:
+            ids = ids[: total - total % parts.settings.chunk_size]
+        if not self._store(request, ids, arena, plan, recomputed).is_refused:
+            text = parts.reader.decode(decoded.token_ids)
+            parts.reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
+
+    def _store(
+        self, request: Request, ids: np.ndarray, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
+    ) -> StoreReport:
+        """Keep the KV of `ids` `[tokens]`, which `arena` holds."""
+        parts = self._parts
+        if parts.settings.overlap_k:  # what was computed here saw more than its encoding allows
+            return self._warmer.read(ids, len(ids), request.namespace)
+        parts.loader.make_way(len(ids) - plan.reused)
+        exact = plan.first_approximate if plan.first_approximate < plan.total else len(ids)
+        if exact == len(ids):
+            report = parts.writer.keep(ids, arena, request.namespace)
+        else:
+            changed = recomputed
+            if plan.needs_repair and parts.approximation.touches_all(plan):
+                changed = repair.positions_of(plan.repair_runs, exact=False)
+            report = parts.writer.keep_approximate(ids, arena, request.namespace, plan, changed)
+        if not report.is_refused:
+            parts.workspace.give_back(arena, request.namespace.key, ids, exact)
+            parts.loader.save_soon()
+        return report
+
+
+def _live(request: Request, reason: str) -> Span:
+    return Span(0, len(request.prompt), Origin.LIVE, reason)

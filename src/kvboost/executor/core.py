@@ -1,0 +1,147 @@
+"""What stands behind an engine: its parts, and the executors that run requests on them.
+
+Servers and proofs use it directly; it is no part of the public interface. Knows checked requests, and no
+arguments of public calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost.batching import workload
+from kvboost.batching.fixed_batch import BatchRunner
+from kvboost.batching.scheduler import Scheduler
+from kvboost.batching.workload import Workload
+from kvboost.choices import AssemblyMode, GenerationMode, Origin, choice
+from kvboost.executor.alone import AloneRunner
+from kvboost.executor.own_loop import OwnLoop
+from kvboost.executor.parts import EngineParts
+from kvboost.executor.warming import Warmer
+from kvboost.models import GenerationResult, ScoreResult, Span
+from kvboost.requests.prompts import Prompt
+from kvboost.requests.request import Arguments, Request, ScoreRequest
+from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
+from kvboost.settings import EngineSettings
+
+_RUNNING_BATCH_TOKENS = 32_768
+_MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
+
+
+class EngineCore:
+    """The executors of one engine, on its parts."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: EngineSettings, *, strict: bool) -> None:
+        self.parts = parts = EngineParts(model, tokenizer, settings, strict=strict)
+        self.warmer = Warmer(parts)
+        self.alone = AloneRunner(parts, self.warmer)
+        self.own_loop = OwnLoop(parts, self.warmer)
+        self.batches = BatchRunner(
+            model,
+            tokenizer,
+            parts.manager,
+            parts.loader,
+            parts.writer,
+            parts.workspace,
+            parts.reader,
+            parts.planned,
+            parts.fit.is_current,
+        )
+        self.workload: Workload[Request, GenerationResult] = Workload(
+            parts.layout,
+            parts.fit.begin,
+            self.alone.serve,
+            self.batches.generate,
+            parts.why_alone,
+            min_sequences=2,
+        )
+        self.scoring: Workload[ScoreRequest, ScoreResult] = Workload(
+            parts.layout,
+            parts.fit.begin,
+            self.alone.score,
+            self.batches.score,
+            parts.why_alone,
+            min_sequences=1,
+        )
+
+    def read(self, prompt: Prompt, arguments: Arguments) -> Request:
+        """Check one request without running it."""
+        started = time.perf_counter()
+        namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
+        return self.parts.requests.read(prompt, arguments, namespace, started)
+
+    def read_all(
+        self, prompts: Sequence[Prompt], arguments: Arguments, max_batch_tokens: int | None
+    ) -> list[Request]:
+        """Check requests that have the same arguments."""
+        started = time.perf_counter()
+        workload.check_batch_tokens(max_batch_tokens)
+        namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
+        return self.parts.requests.read_all(prompts, arguments, namespace, started)
+
+    def read_scores(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Prompt],
+        mode: GenerationMode | str,
+        cache_salt: str | None,
+        max_batch_tokens: int | None,
+    ) -> list[ScoreRequest]:
+        """Check pairs of a prompt and a continuation."""
+        started = time.perf_counter()
+        workload.check_batch_tokens(max_batch_tokens)
+        namespace = self.parts.fit.last_namespace(self.parts.salt(cache_salt))
+        return self.parts.requests.read_scores(prompts, continuations, namespace, mode, started)
+
+    def scheduler(self, max_sequences: int | None = None, prompt_tokens: int | None = None) -> Scheduler:
+        """A running batch that requests join and leave at any step; drive it from one thread.
+
+        It holds at most `max_sequences` requests (default 32, on a GPU 64) and the KV of `prompt_tokens`
+        tokens (default 32,768, or what a quarter of the free memory holds).
+        """
+        parts = self.parts
+        if max_sequences is None:
+            max_sequences = _MAX_SEQUENCES.get(parts.layout.slabs[0].device.type, _MAX_SEQUENCES["cpu"])
+        if prompt_tokens is None:
+            prompt_tokens = min(_RUNNING_BATCH_TOKENS, workload.default_batch_tokens(parts.layout))
+        return Scheduler(
+            parts.model,
+            parts.tokenizer,
+            parts.layout,
+            parts.manager,
+            parts.loader,
+            parts.writer,
+            parts.reader,
+            parts.planned,
+            parts.fit.begin,
+            parts.fit.is_current,
+            max_sequences=max_sequences,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def explain(
+        self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode | str, cache_salt: str | None
+    ) -> Explanation:
+        """What would be reused of `prompt`, and why the rest would not."""
+        parts = self.parts
+        checked_mode = choice(GenerationMode, "mode", mode)
+        salt = parts.salt(cache_salt)
+        ids = parts.reader.read(prompt, salt).token_ids
+        namespace = parts.fit.namespace(salt)
+        gated = namespace.gated or parts.why_gated(len(ids) + max_new_tokens)
+        if gated or checked_mode is GenerationMode.BASELINE:
+            spans = (Span(0, len(ids), Origin.LIVE, gated or "baseline"),)
+            return explain_spans(spans, ids.tolist(), parts.tokenizer.decode, lambda _key: None, None)
+        with_content = checked_mode is GenerationMode.CHUNK_KV_REUSE
+        refusal = parts.approximation.refusal(len(ids)) if with_content else ""
+        plan = parts.assembler.plan(
+            ids,
+            namespace,
+            limit=len(ids) - 1,
+            mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
+            estimate=parts.approximation.estimate,
+            refusal=refusal,
+        )
+        note = refusal or (parts.approximation.choice(plan) if with_content else "")
+        return explain_plan(plan, ids.tolist(), parts.tokenizer.decode, note)

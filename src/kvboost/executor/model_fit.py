@@ -1,0 +1,161 @@
+"""Whose KV an engine's is right now, and whether the engine still fits its model.
+
+Everything that an engine learns about its model is learned here when it is made; what the model is when a
+request begins is read here. Knows no store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvboost.compat import check_model_compatibility, structural_refusal
+from kvboost.errors import InvalidRequestError, UnsupportedModelError
+from kvboost.identity import scrubber
+from kvboost.identity.model_state import ModelState, ModelWatch
+from kvboost.identity.namespace import Namespace, NamespaceTracker
+from kvboost.kernels import linears
+from kvboost.kv import rope
+from kvboost.kv.arena import probe_layout
+from kvboost.locks import model_lock
+from kvboost.proof.selftest import check_exactness
+from kvboost.requests.request import Request
+from kvboost.run import packed_step
+from kvboost.settings import EngineSettings
+
+_OTHER_LAYOUT = "gated: the model's dtype or devices are not those that the engine was made for"
+
+
+def check_model(model: Any, settings: EngineSettings, *, strict: bool) -> None:
+    """Refuse a model whose KV cannot be reused, and options that it cannot have."""
+    check_model_compatibility(model, strict=strict)
+    name = type(model).__name__
+    if (reason := structural_refusal(model)) is not None:
+        raise UnsupportedModelError(f"{name} {reason}")
+    if not settings.overlap_k:
+        return
+    if reason := rope.scattered_refusal(model):
+        raise InvalidRequestError(f"overlap_k must be 0 on {name}: {reason}")
+    if (window := rope.approximate_limit_tokens(model)) is not None:
+        raise InvalidRequestError(
+            f"overlap_k must be 0 on {name}: its sliding window of {window} tokens decides already what a "
+            "token sees"
+        )
+
+
+def encoding_of(settings: EngineSettings) -> dict[str, Any]:
+    """The settings that change stored KV."""
+    encoding: dict[str, Any] = {
+        "kv_cache_bits": settings.bits,
+        "overlap_k": settings.overlap_k,
+        "sink_tokens": settings.sink_tokens,
+        "bit_exact": settings.bit_exact,
+    }
+    if settings.bit_exact:
+        encoding["block"] = settings.chunk_size
+        encoding["torch"] = torch.__version__
+        encoding["threads"] = torch.get_num_threads()
+    return encoding
+
+
+class ModelFit:
+    """What one engine knows of its model: layout, rotation, whether sequences can be packed, namespaces.
+
+    `on_surprise` is called when weights turn out to have changed unseen: stored KV cannot be trusted then.
+    """
+
+    def __init__(self, model: Any, settings: EngineSettings, on_surprise: Callable[[], None]) -> None:
+        self._model = model
+        self._on_surprise = on_surprise
+        with model_lock(model):
+            self._namespaces = NamespaceTracker(model, encoding_of(settings))  # reads all weights, now
+            before = self.watch.checksums()
+            self.layout = probe_layout(model)
+            if not settings.bit_exact:
+                linears.pack(model, settings.pack_weights, self)
+            check_exactness(model, self.layout)
+            self.why_not_packed = packed_step.why_not(model, self.layout)
+            self.rotation = rope.learn_rotation(model, self.layout)
+            self._ignore_what_forwards_change(before)
+        state = self.watch.read()
+        self._structure, self._misfit = state.structure, ""
+        self._surprises = state.surprises
+        self.family = self._namespaces.of(state, settings.cache_salt).family
+        if settings.weights_check_seconds is not None:
+            scrubber.SCRUBBER.add(id(self), self.watch, model_lock(model), settings.weights_check_seconds)
+            weakref.finalize(self, _stop_scrubbing, id(self))
+        self.watch.users.add(self)
+        weakref.finalize(self, self.watch.release_if_unused)
+
+    @property
+    def watch(self) -> ModelWatch:
+        """What reads the model's state."""
+        return self._namespaces.watch
+
+    def _ignore_what_forwards_change(self, before: dict[str, str]) -> None:
+        """Buffers that the model's own forward writes to are no change of it; seen twice, to be sure."""
+        if suspected := self.watch.changed_buffers(before):
+            between = self.watch.checksums()
+            probe_layout(self._model)
+            self.watch.ignore(suspected & self.watch.changed_buffers(between))
+
+    def last_namespace(self, salt: str) -> Namespace:
+        """The namespace as it was read last, without a look at the model."""
+        return self._namespaces.last(salt)
+
+    def namespace(self, salt: str) -> Namespace:
+        """Whose KV it is: of this model, as it is now, in this encoding, under `salt`."""
+        return self._namespace_of(self.watch.read(), salt)
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Read what the model is as these requests begin: their KV belongs to it, and to nothing else."""
+        state = self.watch.read()
+        for request in requests:
+            request.namespace = self._namespace_of(state, request.namespace.salt)
+
+    def is_current(self, namespace: Namespace) -> bool:
+        """Whether the model is still what it was when `namespace` was read."""
+        return self.namespace(namespace.salt) == namespace
+
+    def weights_changed(self) -> bool:
+        """Check all weights over now, and say whether they had changed unnoticed."""
+        has_changed = self.watch.check_all()
+        self.namespace("")
+        return has_changed
+
+    def _namespace_of(self, state: ModelState, salt: str) -> Namespace:
+        """The namespace of a state that was just read, gated where the engine does not fit the model now."""
+        if state.surprises != self._surprises:
+            self._surprises = state.surprises
+            self._on_surprise()
+        if state.structure != self._structure and not state.gated:
+            with model_lock(self._model):
+                self._misfit = self._why_misfit()
+                if not self._misfit:
+                    self.why_not_packed = packed_step.why_not(self._model, self.layout)
+            self._structure = state.structure
+        found = self._namespaces.of(state, salt)
+        return dataclasses.replace(found, gated=self._misfit) if self._misfit and not found.gated else found
+
+    def _why_misfit(self) -> str:
+        """Why KV of the model as it is now cannot be kept by this engine."""
+        try:
+            fits = probe_layout(self._model) == self.layout
+        except UnsupportedModelError as error:
+            return f"gated: {error}"
+        return "" if fits else _OTHER_LAYOUT
+
+    def close(self) -> None:
+        """Stop looking at the model, and free what lies beside its weights. It can be called twice."""
+        linears.unpack(self._model, self)
+        _stop_scrubbing(id(self))
+        self.watch.users.discard(self)
+        self.watch.release_if_unused()
+
+
+def _stop_scrubbing(user: int) -> None:
+    scrubber.SCRUBBER.remove(user)  # the one of this process: a fork makes another

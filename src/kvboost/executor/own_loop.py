@@ -1,0 +1,82 @@
+"""One's own `model.generate`: a prompt made ready for it, and what came of it stored.
+
+Knows the parts of an engine, and nothing of what is run between the two calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from kvboost.choices import GenerationMode
+from kvboost.executor.parts import EngineParts
+from kvboost.executor.warming import Warmer
+from kvboost.kv.arena import Arena
+from kvboost.requests.prepared import PreparedPrompt
+from kvboost.requests.prompts import Prompt
+from kvboost.requests.request import Request
+from kvboost.run import decode
+from kvboost.store.manager import StoreReport
+
+
+class OwnLoop:
+    """`prepare` and `commit` of one engine."""
+
+    def __init__(self, parts: EngineParts, warmer: Warmer) -> None:
+        self._parts = parts
+        self._warmer = warmer
+
+    def prepare(self, prompt: Prompt, max_new_tokens: int, cache_salt: str | None) -> PreparedPrompt:
+        """Ids, mask and a cache with what is known of the prompt."""
+        parts = self._parts
+        options = decode.read_options(parts.model, max_new_tokens, 1.0, False, None, {})
+        salt = parts.salt(cache_salt)
+        request = Request(
+            parts.reader.read(prompt, salt),
+            GenerationMode.PREFIX_CACHE,
+            options,
+            parts.fit.namespace(salt),
+            time.perf_counter(),
+        )
+        ids = request.token_ids
+        parts.requests.check_positions(len(ids), "the prompt", len(ids))
+        if why := parts.why_plain(request) or options.why_not_prepared:
+            return PreparedPrompt.gated(parts.model, ids, why)
+        arena = Arena(parts.layout, len(ids) + max_new_tokens)
+        plan = parts.loader.place(
+            lambda: parts.assembler.planned(ids, request.namespace, limit=request.limit), arena
+        )
+        parts.manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
+        if parts.bit_exact:
+            block = parts.settings.block
+            with decode.running(parts.model, fast=False, was_read=True):
+                stop = decode.last_stop(arena.length, len(ids), block)
+                decode.prefill(parts.model, ids, arena, stop, block=block)
+        prepared = PreparedPrompt.ready(parts.model, ids, arena, plan.spans(), request.namespace)
+        arena.written_by = prepared.check_with(parts.fit.is_current)
+        return prepared
+
+    def commit(self, prepared: PreparedPrompt, output_ids: torch.Tensor | Sequence[int]) -> StoreReport:
+        """Store what was computed for `prepared`; `output_ids` `[tokens]` is what `generate` returned."""
+        parts = self._parts
+        ids = prepared.computed_ids(output_ids)
+        if ids is None or prepared.arena is None or prepared.namespace is None:
+            return StoreReport()
+        if why := prepared.why_not_stored(ids):
+            return parts.writer.refuse(why)
+        prompt_tokens = len(prepared.token_ids)
+        answer = ids[prompt_tokens:].tolist()
+        if parts.bit_exact:
+            ids = ids[: prompt_tokens - prompt_tokens % parts.settings.chunk_size]
+        if parts.settings.overlap_k:
+            report = self._warmer.read(ids, len(ids), prepared.namespace)
+        else:
+            report = parts.writer.keep(ids, prepared.arena, prepared.namespace)
+        if not report.is_refused:
+            parts.loader.save_soon()
+            if not parts.bit_exact:
+                text = parts.reader.decode(answer)
+                parts.reader.remember_answer(text, answer, prepared.namespace.salt)
+        return report

@@ -1,0 +1,222 @@
+"""The parts of one engine, made from its settings, and the questions that every executor asks them.
+
+Knows what an engine consists of, not how a request is run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvboost.choices import AssemblyMode, GenerationMode
+from kvboost.compat import text_config
+from kvboost.errors import InvalidRequestError
+from kvboost.executor.model_fit import ModelFit, check_model
+from kvboost.identity.namespace import Namespace
+from kvboost.kernels import linears
+from kvboost.kv import rope
+from kvboost.kv.codec import KVCodec
+from kvboost.proof import calibration
+from kvboost.proof.calibration import Calibration
+from kvboost.requests.prompts import PromptReader, check_text
+from kvboost.requests.request import Request, RequestReader
+from kvboost.reuse.assembler import PromptAssembler, ReusePlan
+from kvboost.reuse.chunk_loader import ChunkLoader
+from kvboost.reuse.chunk_writer import ChunkWriter
+from kvboost.reuse.policy import Approximation
+from kvboost.reuse.workspace import Workspace
+from kvboost.run import sampling
+from kvboost.settings import DEFAULT_MAX_KL, EngineSettings
+from kvboost.store.chunking import ChunkRegistry, boundary_token_ids
+from kvboost.store.manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from kvboost.disk.cache import DiskCache
+
+SURPRISE_REASON = "weights had changed unseen"
+
+
+class EngineParts:
+    """A model, its tokenizer and its cache: what all executors of one engine share."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: EngineSettings, *, strict: bool) -> None:
+        check_text(settings.cache_salt, "cache_salt")
+        check_model(model, settings, strict=strict)
+        if settings.device is not None:
+            model.to(settings.device)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.disk: DiskCache | None = None
+        vocab_size = text_config(model).vocab_size
+        self.registry = ChunkRegistry(settings.chunk_size, boundary_window=settings.chunk_boundary_window)
+        self.manager = KVCacheManager(
+            settings.max_chunks,
+            settings.max_cache_bytes,
+            chunk_size=settings.chunk_size,
+            min_run_tokens=self.registry.min_chunk_tokens,
+        )
+        self.reader = PromptReader(tokenizer, vocab_size)
+        self.fit = ModelFit(model, settings, self.forget_all)
+        self.layout = self.fit.layout
+        self.workspace = Workspace(self.layout)
+        self.approximation = Approximation(model, settings, self.fit.rotation)
+        self.codec = KVCodec(
+            self.layout, settings.bits, device=torch.device("cpu") if settings.cache_device == "cpu" else None
+        )
+        self.assembler = PromptAssembler(
+            self.manager,
+            AssemblyMode.PREFIX_ONLY,
+            whole_chunks_of=settings.chunk_size if settings.bit_exact else None,
+            rotation=self.approximation.rotation,
+            sink_tokens=settings.sink_tokens,
+            lossy_from=settings.sink_tokens + settings.overlap_k if settings.overlap_k else None,
+        )
+        self.requests = RequestReader(model, self.reader)
+        self.writer = ChunkWriter(
+            self.manager,
+            self.registry,
+            self.codec,
+            current=self.fit.namespace,
+            stored=self.fit.watch.note_stored,
+            text_of=tokenizer.decode,
+            boundary_tokens=boundary_token_ids(vocab_size, tokenizer.decode)
+            if self.registry.needs_boundaries
+            else None,
+        )
+        if settings.recompute_ratio == "auto":
+            self.use_calibration(calibration.load(self.fit.family, settings.selector))
+        self.disk = self._open_disk()
+        self.loader = ChunkLoader(self.assembler, self.manager, self.disk)
+
+    def _open_disk(self) -> DiskCache | None:
+        """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
+        settings, family = self.settings, self.fit.family
+        if settings.disk_cache_dir is None:
+            return None
+        from kvboost.disk.cache import DiskCache, slot_bytes_for  # needs POSIX
+
+        longest = settings.chunk_size + 2 * settings.chunk_boundary_window
+        slot_bytes = slot_bytes_for(self.codec, longest)
+        budget = settings.disk_cache_bytes
+        if budget is not None and budget < slot_bytes:
+            raise InvalidRequestError(
+                f"disk_cache_bytes must be at least {slot_bytes}, the bytes of one chunk of this model "
+                f"({longest} tokens), got {budget}"
+            )
+        disk = DiskCache(
+            self.manager,
+            self.codec,
+            Path(settings.disk_cache_dir) / f"{family[:24]}-{settings.chunk_size}-{slot_bytes}",
+            family,
+            slot_bytes=slot_bytes,
+            max_bytes=budget,
+            label=self.model_name,
+        )
+        weakref.finalize(self, disk.close_unowned)  # nobody closed the engine: its threads must end too
+        return disk
+
+    # --- questions ---------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
+
+    @property
+    def bit_exact(self) -> bool:
+        return self.settings.bit_exact
+
+    def salt(self, cache_salt: str | None) -> str:
+        """The salt of a call: its own, or the engine's."""
+        if cache_salt is None:
+            return self.settings.cache_salt
+        if not isinstance(cache_salt, str):
+            raise InvalidRequestError(f"cache_salt must be text, got {cache_salt!r}")
+        check_text(cache_salt, "cache_salt")
+        return cache_salt
+
+    def namespace(self, cache_salt: str | None = None) -> Namespace:
+        """Whose KV it is now, under the salt of a call."""
+        return self.fit.namespace(self.salt(cache_salt))
+
+    def why_plain(self, request: Request) -> str:
+        """Why the model's own generate must answer, with nothing read or stored; empty where it need not."""
+        if request.namespace.gated:
+            return request.namespace.gated
+        return request.options.why_plain or self.why_gated(request.needed)
+
+    def why_gated(self, tokens: int) -> str:
+        """Why so many tokens cannot be reused on this model; empty where they can."""
+        return rope.GATED_REASON if self.requests.is_gated(tokens) else ""
+
+    def why_alone(self, request: Request) -> str:
+        """Why a request cannot run beside others in one forward; empty where it can."""
+        if request.mode is not GenerationMode.PREFIX_CACHE:
+            return f"mode {request.mode.value}"
+        if self.bit_exact or self.settings.overlap_k:
+            return "bit-exact mode" if self.bit_exact else "overlap encoding"
+        return self.why_plain(request) or self.fit.why_not_packed or sampling.why_alone(request.options)
+
+    def planned(self, request: Request) -> AbstractContextManager[ReusePlan]:
+        """What the cache holds of the prompt, as far as the request's mode allows."""
+        with_content = request.mode is GenerationMode.CHUNK_KV_REUSE
+        return self.assembler.planned(
+            request.token_ids,
+            request.namespace,
+            limit=request.limit,
+            mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
+            estimate=self.approximation.estimate,
+            refusal=self.approximation.refusal(len(request.prompt)) if with_content else "",
+        )
+
+    # --- changes -----------------------------------------------------------------------------
+
+    def use_calibration(self, found: Calibration | None) -> None:
+        """With `recompute_ratio="auto"`, take the ratio that held `max_kl`."""
+        if self.settings.recompute_ratio != "auto" or found is None:
+            return
+        bound = self.settings.max_kl or DEFAULT_MAX_KL
+        self.approximation.ratio = found.ratio_for(bound)
+        self.approximation.no_ratio_reason = f"exact reuse only: no ratio held max_kl={bound:g}"
+
+    def forget_all(self) -> None:
+        """Weights had changed unseen while KV was stored: what is kept, on disk too, cannot be trusted."""
+        self.workspace.drop()
+        self.reader.forget_answers()
+        self.manager.drop_all()
+        self.manager.count_failure(SURPRISE_REASON)
+        if self.disk is not None:
+            self.disk.give_up()
+
+    def clear(self) -> None:
+        """Forget all cached text that is not pinned, on disk too, and remembered answers."""
+        self.workspace.drop()
+        self.reader.forget_answers()
+        if self.disk is not None:
+            self.disk.clear()
+        else:
+            self.manager.clear()
+
+    def close(self) -> None:
+        """Save what is not on disk yet, and free what is held beside the model. It can be called twice."""
+        self.workspace.drop()
+        if self.disk is not None:
+            self.fit.weights_changed()  # KV of other weights must not outlive the process
+            self.disk.close()
+        self.reader.forget_answers()
+        self.manager.drop_all()
+        self.fit.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Sizes and counters at this moment."""
+        stats = {
+            **self.manager.stats(),
+            "workspace_bytes": self.workspace.nbytes,
+            "packed_weights_bytes": linears.packed_bytes(self.model),
+            "remembered_answers_bytes": self.reader.answers_bytes,
+        }
+        return stats if self.disk is None else {**stats, "disk": self.disk.stats()}

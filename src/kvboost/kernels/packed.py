@@ -1,0 +1,345 @@
+"""Attention of many rows in one packed forward, over KV that they share.
+
+The tokens of all rows go through the model as one sequence, without padding. What several rows have in
+front of them lies in the cache once: their queries attend to it together, in one call, and each row's
+own part is added by the log of its sum of exponentials (a softmax over two parts is the weighted mean of
+two softmaxes). So a shared prefix costs its memory and its reading once, however many rows there are.
+
+Knows slots of a cache and positions of tokens, no cache and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvboost.kernels.attention import is_plain, pass_on
+from kvboost.kernels.partial import merge, partial_attention
+
+_WINDOW_QUERIES = 512  # per mask of a sliding window
+
+
+class Stretch(NamedTuple):
+    """KV in slots `[start, start + length)`, of tokens at positions from `position` on."""
+
+    start: int
+    length: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Feed:
+    """`tokens` new tokens of one row: the last ones of `own`, or all of it, behind all of `before`.
+
+    From the start of `own` on, `room` slots may be read under a mask; 0: no more than its length.
+    """
+
+    own: Stretch
+    tokens: int
+    before: tuple[Stretch, ...] = ()
+    room: int = 0
+
+    @property
+    def first(self) -> int:
+        """Index within `own` of the first new token."""
+        return self.own.length - self.tokens
+
+
+class _Together(NamedTuple):
+    """Queries `[first, last)` of the forward, all of which see all of `keys`."""
+
+    keys: Stretch
+    first: int
+    last: int
+
+
+class _Lanes(NamedTuple):
+    """Single queries of several rows whose own KV lies in equal steps of `step` slots.
+
+    `room` slots of each may be read.
+    """
+
+    queries: tuple[int, ...]
+    step: int
+    owns: tuple[Stretch, ...]
+    room: int
+
+    def joined_by(self, query: int, feed: Feed) -> _Lanes | None:
+        """With one row more, where its KV continues the steps and all may be read as far as the longest."""
+        step = feed.own.start - self.owns[-1].start
+        owns, room = (*self.owns, feed.own), min(self.room, feed.room)
+        longest = max(own.length for own in owns)
+        if self.step not in (0, step) or not longest <= min(step, room):
+            return None
+        return _Lanes((*self.queries, query), step, owns, room)
+
+
+class RowPattern:
+    """The rows of one packed forward: what each of their queries sees.
+
+    `slots` and `positions` `[n]` say where the KV of the new tokens goes, and where they stand in their rows.
+    Feeds of rows that share something should be neighbours. `windows` says how many tokens a token sees, by
+    attention module; None = all of them.
+    """
+
+    def __init__(
+        self,
+        feeds: Sequence[Feed],
+        device: torch.device,
+        windows: Mapping[torch.nn.Module, int | None],
+    ) -> None:
+        self.feeds = tuple(feeds)
+        self._windows = windows
+        self.tokens = sum(feed.tokens for feed in feeds)
+        self.device = device
+        self._starts = np.cumsum([0, *(feed.tokens for feed in feeds)]).tolist()
+        self.slots = torch.from_numpy(self._of_each(lambda own: own.start)).to(device)
+        self._positions = self._of_each(lambda own: own.position)
+        self.positions = torch.from_numpy(self._positions).to(device)
+        self._shared = tuple(self._together())
+        self._masks: dict[Any, torch.Tensor | None] = {}
+
+    def _of_each(self, base: Callable[[Stretch], int]) -> np.ndarray:
+        """Per new token, how far it is in its row, counted from `base` of the row's own stretch."""
+        parts = [
+            np.arange(feed.first, feed.own.length, dtype=np.int64) + base(feed.own) for feed in self.feeds
+        ]
+        return np.concatenate(parts)
+
+    def _together(self) -> Iterator[_Together]:
+        """Shared stretches, each with a range of neighbouring queries that see it."""
+        open_ranges: dict[Stretch, int] = {}
+        for index, feed in enumerate((*self.feeds, None)):
+            seen = set(feed.before) if feed is not None else set()
+            for keys in [keys for keys in open_ranges if keys not in seen]:
+                yield _Together(keys, open_ranges.pop(keys), self._starts[index])
+            for keys in seen:
+                open_ranges.setdefault(keys, self._starts[index])
+
+    @cached_property
+    def _lanes(self) -> tuple[_Lanes, ...]:
+        """Feeds of one token each, gathered where their KV allows it; the queries may lie anywhere."""
+        single = [index for index, feed in enumerate(self.feeds) if feed.tokens == 1]
+        parts: list[_Lanes] = []
+        for index in sorted(single, key=lambda index: self.feeds[index].own.start):
+            query, feed = self._starts[index], self.feeds[index]
+            if parts and (joined := parts[-1].joined_by(query, feed)):
+                parts[-1] = joined
+            else:
+                parts.append(_Lanes((query,), 0, (feed.own,), feed.room))
+        return tuple(parts)
+
+    @cached_property
+    def _lane_queries(self) -> tuple[slice | torch.Tensor, ...]:
+        """The queries of each of these, as an index: a slice where they are neighbours."""
+        found: list[slice | torch.Tensor] = []
+        for lanes in self._lanes:
+            first, last = lanes.queries[0], lanes.queries[-1] + 1
+            if lanes.queries == tuple(range(first, last)):
+                found.append(slice(first, last))
+            else:
+                found.append(torch.tensor(lanes.queries, device=self.device))
+        return tuple(found)
+
+    # --- what the model calls ----------------------------------------------------------------
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _attention_mask: torch.Tensor | None,
+        dropout: float,
+        scaling: float | None,
+        _is_causal: bool | None,
+        extra: dict[str, Any],
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of `query` `[1, heads, n, head_dim]` over slots `[1, kv_heads, slots, head_dim]`.
+
+        Returns `[1, n, heads, head_dim]`.
+        """
+        layer = _Layer(query, key, value, scaling, self._windows[module])
+        if not is_plain(dropout, extra):
+            return self._row_by_row(module, layer, dropout, extra), None
+        for index, feed in enumerate(self.feeds):
+            if feed.tokens > 1:
+                self._attend_own(index, layer)
+        for lanes, queries in zip(self._lanes, self._lane_queries, strict=True):
+            self._attend_lanes(lanes, queries, layer)
+        for keys, first, last in self._shared:
+            self._add_shared(keys, first, last, layer)
+        return layer.out.transpose(0, 1).unsqueeze(0).to(query.dtype), None
+
+    def _attend_own(self, index: int, layer: _Layer) -> None:
+        """A row's new tokens over its own stretch."""
+        feed = self.feeds[index]
+        first, last = self._starts[index], self._starts[index + 1]
+        query, (key, value) = layer.query[:, :, first:last], layer.slots(feed.own.start, feed.own.length)
+        if feed.first == 0 and (layer.window is None or feed.own.length <= layer.window):
+            layer.set(first, last, *partial_attention(query, key, value, None, layer.scale, causal=True))
+            return
+        for start, end in _blocks(0, feed.tokens):
+            self._attend_block(feed.own, first + start, start, end, layer)
+
+    def _attend_block(self, own: Stretch, first: int, start: int, end: int, layer: _Layer) -> None:
+        """Tokens `[start, end)` of a stretch longer than the window, the first of them query `first`."""
+        assert layer.window is not None
+        seen_from = max(0, start - layer.window + 1)
+        key, value = layer.slots(own.start + seen_from, end - seen_from)
+        positions, there = np.arange(start, end), np.arange(seen_from, end)
+        mask = self._mask(("own", first), layer, partial(_visible, positions, there, layer.window))
+        last = first + end - start
+        layer.set(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
+
+    def _attend_lanes(self, lanes: _Lanes, queries: slice | torch.Tensor, layer: _Layer) -> None:
+        """One token of each of several rows over their own stretches, in one call."""
+        rows = len(lanes.owns)
+        longest = max(own.length for own in lanes.owns)
+
+        def seen() -> np.ndarray:
+            index, ends = np.arange(longest), np.array([own.length for own in lanes.owns])[:, None]
+            visible = index < ends
+            return visible if layer.window is None else visible & (index >= ends - layer.window)
+
+        start = lanes.owns[0].start
+        mask = self._mask(("lanes", start), layer, seen, group=1)
+        part, sums = partial_attention(
+            layer.query[0, :, queries].transpose(0, 1).reshape(rows, layer.key.shape[1], layer.group, -1),
+            _strided(layer.key, start, rows, lanes.step, longest),
+            _strided(layer.value, start, rows, lanes.step, longest),
+            None if mask is None else mask.reshape(rows, 1, 1, longest),
+            layer.scale,
+        )
+        layer.out[:, queries] = part.flatten(1, 2).transpose(0, 1).float()
+        layer.weight[:, queries] = sums.flatten(1, 2).transpose(0, 1).float()
+
+    def _add_shared(self, keys: Stretch, first: int, last: int, layer: _Layer) -> None:
+        """Queries `[first, last)` over a stretch that they share, added to what they have."""
+        if layer.window is None:
+            parts = partial_attention(
+                layer.folded(first, last), *layer.slots(keys.start, keys.length), None, layer.scale
+            )
+            layer.add(first, last, *parts)
+            return
+        for start, end in _blocks(first, last):
+            self._add_within_window(keys, start, end, layer, layer.window)
+
+    def _add_within_window(self, keys: Stretch, first: int, last: int, layer: _Layer, window: int) -> None:
+        """The same for few queries, of which some may not see all of it."""
+        positions = self._positions[first:last]
+        skipped = max(0, int(positions.min()) - window + 1 - keys.position)
+        if skipped >= keys.length:
+            return  # out of sight of them all
+        mask = None
+        if int(positions.max()) - window >= keys.position + skipped:
+            there = keys.position + np.arange(skipped, keys.length)
+            mask = self._mask((keys, first), layer, partial(_visible, positions, there, window))
+        key, value = layer.slots(keys.start + skipped, keys.length - skipped)
+        layer.add(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
+
+    def _mask(
+        self, name: Any, layer: _Layer, seen: Callable[[], np.ndarray], *, group: int | None = None
+    ) -> torch.Tensor | None:
+        """The additive mask `[1, 1, group * n, keys]` of `seen` `[n, keys]`; None where all is seen.
+
+        It is made once and shared by the layers.
+        """
+        query, group = layer.query, layer.group if group is None else group
+        made_for = (name, layer.window, group, query.dtype, query.device)
+        if made_for not in self._masks:
+            visible = seen()
+            mask = torch.zeros(visible.shape, dtype=query.dtype)
+            mask.masked_fill_(torch.from_numpy(~visible), torch.finfo(query.dtype).min)
+            mask = mask.repeat(group, 1)[None, None].to(query.device)
+            self._masks[made_for] = None if visible.all() else mask
+        return self._masks[made_for]
+
+    def _row_by_row(
+        self, module: torch.nn.Module, layer: _Layer, dropout: float, extra: dict[str, Any]
+    ) -> torch.Tensor:
+        """The model's own attention, row by row, with each row's KV put together for it."""
+        results = []
+        for index, feed in enumerate(self.feeds):
+            first, last = self._starts[index], self._starts[index + 1]
+            parts = (*feed.before, feed.own)
+            there = np.concatenate([keys.position + np.arange(keys.length) for keys in parts])
+            positions = self._positions[first:last]
+            seen = partial(_visible, positions, there, layer.window)
+            mask = self._mask(("row", index), layer, seen, group=1)
+            if mask is None:
+                mask = layer.query.new_zeros(1, 1, last - first, len(there))
+            pairs = [layer.slots(keys.start, keys.length) for keys in parts]
+            keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*pairs, strict=True))
+            query = layer.query[:, :, first:last]
+            results.append(
+                pass_on(module, query, keys, values, mask, dropout, layer.scaling, False, extra)[0]
+            )
+        return torch.cat(results, dim=1)
+
+
+class _Layer:
+    """One layer's attention: what comes in, and the result so far with the weight that it has."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.scaling = scaling
+        self.scale = scaling if scaling is not None else query.shape[3] ** -0.5
+        self.window = window
+        self.group = query.shape[1] // key.shape[1]
+        self.out = query.new_empty(query.shape[1], query.shape[2], value.shape[3], dtype=torch.float32)
+        self.weight = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
+
+    def slots(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[1, kv_heads, length, head_dim]` from slot `start` on."""
+        return self.key[:, :, start : start + length], self.value[:, :, start : start + length]
+
+    def folded(self, first: int, last: int) -> torch.Tensor:
+        """Queries with the groups in the query axis: `[1, kv_heads, group * (last - first), head_dim]`."""
+        return self.query[:, :, first:last].reshape(1, self.key.shape[1], -1, self.query.shape[3])
+
+    def set(self, first: int, last: int, part: torch.Tensor, sums: torch.Tensor) -> None:
+        """The first part of queries `[first, last)`."""
+        self.out[:, first:last] = part.reshape(len(self.out), last - first, -1)
+        self.weight[:, first:last] = sums.reshape(len(self.out), last - first)
+
+    def add(self, first: int, last: int, part: torch.Tensor, sums: torch.Tensor) -> None:
+        """A further part of them, over other keys."""
+        part = part.reshape(len(self.out), last - first, -1)
+        sums = sums.reshape(len(self.out), last - first)
+        merge(self.out[:, first:last], self.weight[:, first:last], part, sums)
+
+
+def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Stretches of queries whose masks stay small."""
+    for first in range(start, end, _WINDOW_QUERIES):
+        yield first, min(end, first + _WINDOW_QUERIES)
+
+
+def _strided(slots: torch.Tensor, start: int, rows: int, step: int, length: int) -> torch.Tensor:
+    """Views `[rows, kv_heads, length, head_dim]` of `[1, kv_heads, slots, head_dim]`, every `step` slots."""
+    _, heads, _, dim = slots.shape
+    _, head_stride, slot_stride, dim_stride = slots.stride()
+    return slots[:, :, start:].as_strided(
+        (rows, heads, length, dim), (step * slot_stride, head_stride, slot_stride, dim_stride)
+    )
+
+
+def _visible(queries: np.ndarray, keys: np.ndarray, window: int | None) -> np.ndarray:
+    """`[n, keys]`: which keys at positions `keys` each query at its own position sees."""
+    seen = keys <= queries[:, None]
+    if window is not None:
+        seen &= keys > queries[:, None] - window
+    return np.asarray(seen)

@@ -1,0 +1,239 @@
+"""The stored form of a chunk's KV: as computed, or quantized; its size, and its way into an arena.
+
+A codec belongs to one layout and one width. It turns raw buffers `[rows, tokens, head_dim]` into tensors to
+keep, and these, piece by piece, into an arena. What is kept is a flat tuple of tensors whose shapes follow
+from the number of tokens, so that files and checksums need to know no more. Knows no store and no tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from kvboost.choices import KVBits
+from kvboost.kv.arena import Arena, KVLayout, Packed, RowBlock, own_copy, row_blocks
+from kvboost.kv.quantize import (
+    QuantizedTensor,
+    Scheme,
+    dequantize_into,
+    quantize,
+    schemes,
+)
+from kvboost.models import CachedChunk, CompositeChunk, PastKVType
+
+_Section = tuple[tuple[int, ...], torch.dtype]
+_ALIGNMENT = 8  # bytes; every section of a buffer starts at a multiple of it
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one slab that are quantized alike."""
+
+    block: RowBlock
+    scheme: Scheme
+    head_dim: int
+
+    def sections(self, tokens: int) -> tuple[_Section, ...]:
+        """Shape and type of its codes, steps, minima, exponents and first tokens."""
+        rows = (len(self.block.firsts), self.block.heads)
+        steps = self.scheme.steps_shape(tokens, self.head_dim)
+        return (
+            ((*rows, tokens, self.scheme.code_bytes(self.head_dim)), torch.uint8),
+            ((*rows, *steps), torch.float16),
+            ((*rows, *steps), torch.float16),
+            ((*rows, 1, 1), torch.int16),
+            ((*rows, 1, self.head_dim), torch.float16),
+        )
+
+    def nbytes(self, tokens: int) -> int:
+        return sum(_padded_bytes(section) for section in self.sections(tokens))
+
+    def views(self, buffer: torch.Tensor, at: int, tokens: int) -> QuantizedTensor:
+        """Its tensors inside of `buffer`, uint8 `[bytes]`, from byte `at` on."""
+        views = []
+        for shape, dtype in self.sections(tokens):
+            size = math.prod(shape) * dtype.itemsize
+            views.append(buffer[at : at + size].view(dtype).view(shape))
+            at += _padded_bytes((shape, dtype))
+        return QuantizedTensor(self.scheme, self.head_dim, *views)
+
+
+def _padded_bytes(section: _Section) -> int:
+    shape, dtype = section
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+class KVCodec:
+    """How chunks of one layout are kept: as they are (16 bits), or quantized into one buffer per slab."""
+
+    def __init__(self, layout: KVLayout, bits: KVBits = 16, device: torch.device | None = None) -> None:
+        """What is kept lies on `device`; None = where it was computed."""
+        self.layout = layout
+        self.device = device
+        self.bits: KVBits = bits
+        self._parts: tuple[tuple[_Part, ...], ...] | None = None  # by slab
+        if (chosen := schemes(bits)) is not None:
+            parts = [
+                _Part(block, scheme, layout.slabs[block.slab].head_dim)
+                for side, scheme in enumerate(chosen)
+                for block in row_blocks(pair[side] for pair in layout.layers)
+            ]
+            self._parts = tuple(
+                tuple(part for part in parts if part.block.slab == slab) for slab in range(len(layout.slabs))
+            )
+
+    @property
+    def is_lossy(self) -> bool:
+        return self._parts is not None
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes that `tokens` tokens take, all included."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(tokens))
+
+    def specs(self, tokens: int) -> tuple[_Section, ...]:
+        """Shape and type of every tensor that is kept of `tokens` tokens."""
+        if self._parts is None:
+            return tuple(((spec.rows, tokens, spec.head_dim), spec.dtype) for spec in self.layout.slabs)
+        if tokens == 0:
+            return tuple(((0,), torch.uint8) for _ in self._parts)
+        return tuple(((sum(part.nbytes(tokens) for part in parts),), torch.uint8) for parts in self._parts)
+
+    def encode(self, raw: Packed) -> StoredKV:
+        """Copies of buffers or views `[rows, tokens, head_dim]`, in the form in which they are kept.
+
+        Raises `UnstorableKVError` where the encoding cannot hold them.
+        """
+        tokens = raw[0].shape[1]
+        if self._parts is None:
+            return StoredKV(self, tuple(own_copy(part, self.device or part.device) for part in raw), tokens)
+        buffers = []
+        for (shape, dtype), parts, slab in zip(self.specs(tokens), self._parts, raw, strict=True):
+            buffer = torch.zeros(shape, dtype=dtype, device=slab.device)
+            for part, target in _placed(parts, buffer, tokens):
+                made = quantize(part.block.of(slab), part.scheme)
+                for view, tensor in zip(target.tensors, made.tensors, strict=True):
+                    view.copy_(tensor)
+            elsewhere = self.device is not None and self.device != slab.device
+            buffers.append(own_copy(buffer, self.device) if elsewhere and self.device else buffer)
+        return StoredKV(self, tuple(buffers), tokens)
+
+    def settled(self, tensors: Packed) -> Packed:
+        """Kept tensors that come from a file, where this codec keeps them: pinned next to a GPU, or on it."""
+        homes = [spec.device if self.device is None else self.device for spec in self.layout.slabs]
+        near_gpu = [spec.device.type == "cuda" for spec in self.layout.slabs]
+        return tuple(
+            tensor.pin_memory() if home.type == "cpu" and pin else tensor.to(home)
+            for tensor, home, pin in zip(tensors, homes, near_gpu, strict=True)
+        )
+
+    def decode_into(
+        self, kept: Packed, tokens: int, slabs: Sequence[torch.Tensor], start: int, offset: int, end: int
+    ) -> None:
+        """Write the tokens `[offset, end)` of what was kept to positions from `start` on.
+
+        `slabs` are `[rows, positions, head_dim]`.
+        """
+        if end <= offset:
+            return
+        if self._parts is None:
+            for slab, buffer in zip(slabs, kept, strict=True):
+                slab[:, start : start + end - offset].copy_(buffer[:, offset:end], non_blocking=True)
+            return
+        for slab, buffer, parts in zip(slabs, kept, self._parts, strict=True):
+            near = buffer.to(slab.device, non_blocking=True)
+            for part, quantized in _placed(parts, near, tokens):
+                out = part.block.of(slab[:, start : start + end - offset])
+                dequantize_into(quantized, out, offset)
+
+
+def _placed(
+    parts: Sequence[_Part], buffer: torch.Tensor, tokens: int
+) -> Iterator[tuple[_Part, QuantizedTensor]]:
+    """Every part with its views of `buffer`."""
+    at = 0
+    for part in parts:
+        if tokens:
+            yield part, part.views(buffer, at, tokens)
+        at += part.nbytes(tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredKV:
+    """KV of `tokens` tokens as `codec` keeps it. Without tensors it lies on disk, and is loaded first."""
+
+    codec: KVCodec
+    tensors: Packed
+    tokens: int
+
+    @property
+    def is_loaded(self) -> bool:
+        return bool(self.tensors)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def without_tensors(self) -> StoredKV:
+        """What is left when the tensors go."""
+        return StoredKV(self.codec, (), self.tokens)
+
+    def place(self, arena: Arena, start: int, offset: int, end: int) -> None:
+        """Write its tokens `[offset, end)` to positions from `start` on, in every row of the batch."""
+        self.codec.decode_into(
+            self.tensors, self.tokens, [slab[0] for slab in arena.slabs], start, offset, end
+        )
+        stop = start + end - offset
+        for slab in arena.slabs if arena.batch > 1 else ():
+            slab[1:, :, start:stop] = slab[:1, :, start:stop]
+
+    def decoded(self, count: int | None = None) -> Packed:
+        """The first `count` tokens (None = all) as buffers `[rows, tokens, head_dim]`."""
+        count = self.tokens if count is None else count
+        if not self.codec.is_lossy:
+            return tuple(part[:, :count] for part in self.tensors)
+        out = tuple(
+            torch.empty(spec.rows, count, spec.head_dim, dtype=spec.dtype, device=tensor.device)
+            for spec, tensor in zip(self.codec.layout.slabs, self.tensors, strict=True)
+        )
+        self.codec.decode_into(self.tensors, self.tokens, out, 0, 0, count)
+        return out
+
+    def past_key_values(self) -> PastKVType:
+        """`[1, kv_heads, tokens, head_dim]` per layer: views where nothing is quantized."""
+        return self.codec.layout.unpack(self.decoded())
+
+
+class KeptChunk(CachedChunk):
+    """A chunk of the store: `past_key_values` are unpacked or decoded from `kv` each time they are read.
+
+    With a `composite` it holds only the positions that the composite calls its own.
+    """
+
+    def __init__(self, kv: StoredKV, *, composite: CompositeChunk | None = None, **fields: Any) -> None:
+        self.kv = kv
+        self.composite = composite
+        super().__init__(past_key_values=(), **fields)
+
+    @property
+    def past_key_values(self) -> PastKVType:
+        return self.kv.past_key_values()
+
+    @past_key_values.setter
+    def past_key_values(self, _given: PastKVType) -> None:
+        """`kv` alone says what it holds."""
+
+    def with_kv(self, kv: StoredKV) -> KeptChunk:
+        """The same chunk with other KV."""
+        other = copy.copy(self)
+        other.kv = kv
+        return other
+
+    def memory_bytes(self) -> int:
+        """Bytes of all its tensors, as they are kept."""
+        return self.kv.nbytes

@@ -1,0 +1,1 @@
+"""Models and tokenizers by name. Knows no cache."""

@@ -1,0 +1,181 @@
+"""How far an answer on reused KV is from one on a full prefill: the error of approximate reuse.
+
+A trial reads a prompt once with the stock model and keeps the probabilities of its greedy continuation;
+then it fills a cache from the engine's store in one of several ways and compares. Stores nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvboost.choices import AssemblyMode
+from kvboost.identity.namespace import Namespace
+from kvboost.kv import rope
+from kvboost.kv.arena import Arena, KVLayout
+from kvboost.models import ReusedRun
+from kvboost.reuse import repair
+from kvboost.reuse.assembler import PromptAssembler, ReusePlan
+from kvboost.reuse.repair import RepairStrategy, positions_of
+from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
+from kvboost.reuse.strategies.selective import SelectiveRecompute
+from kvboost.run import decode
+
+METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
+_RANDOM_SEED = 20_240_501
+
+
+class ReusesText(Protocol):
+    """An engine, as far as trials need one."""
+
+    model: Any
+    tokenizer: Any
+    layout: KVLayout
+    assembler: PromptAssembler
+
+    def namespace(self, cache_salt: str | None = None) -> Namespace:
+        """Whose KV it is."""
+        ...
+
+    def warm(self, text: Any) -> Any:
+        """Read a text and keep its KV."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all cached text."""
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way of reusing, against full prefill."""
+
+    kl: float  # mean divergence over the continuation, in nats
+    top1: float  # share of its positions whose most likely token agrees
+    reused_tokens: int  # found in the cache, and not exact
+    recomputed_tokens: int
+    seconds: float  # look-up, placing, choosing and computing, to all but the last token
+
+
+@dataclass(frozen=True)
+class RandomRecompute:
+    """Computes a random share of the reused tokens again: what any rule has to beat."""
+
+    ratio: float
+
+    def choose(
+        self,
+        model: Any,  # noqa: ARG002
+        token_ids: np.ndarray,
+        arena: Arena,  # noqa: ARG002
+        runs: Sequence[ReusedRun],
+    ) -> np.ndarray:
+        """Sorted random positions `[n]`, the same for the same prompt."""
+        reused = positions_of(runs, exact=False)
+        random = np.random.default_rng([_RANDOM_SEED, len(token_ids), int(token_ids.sum())])
+        chosen = random.choice(reused, size=round(self.ratio * len(reused)), replace=False)
+        return np.sort(chosen)
+
+
+def strategy_of(method: str, ratio: float) -> RepairStrategy | None:
+    """The repair strategy that `method` names."""
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    strategies: dict[str, RepairStrategy | None] = {
+        "nothing": None,
+        "selective": SelectiveRecompute(),
+        "selective_before": SelectiveRecompute(side="before"),
+        "random": RandomRecompute(ratio),
+        "all": CacheBlendRecompute(1.0),
+    }
+    return strategies[method] if method in strategies else CacheBlendRecompute(ratio, 0.0, selector=method)
+
+
+class ReuseTrial:
+    """A prompt's reference, and what each way of reusing makes of it."""
+
+    def __init__(self, engine: ReusesText, prompt_ids: np.ndarray, continuation_tokens: int = 32) -> None:
+        """Read `prompt_ids` `[tokens]` with the stock model and continue greedily."""
+        self._engine = engine
+        self._ids = np.asarray(prompt_ids, dtype=np.int64)
+        model = engine.model
+        device = model.get_input_embeddings().weight.device
+        ids = torch.from_numpy(self._ids).to(device).unsqueeze(0)
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        with decode.running(model, fast=False), torch.no_grad():
+            rope.reset_dynamic_frequencies(model)
+            started = time.perf_counter()
+            logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            self.baseline_seconds = time.perf_counter() - started
+            rows = [logits.float()]
+            for _ in range(continuation_tokens - 1):
+                token = rows[-1].argmax().reshape(1, 1)
+                rows.append(model(token, past_key_values=cache, use_cache=True).logits[0, -1].float())
+        self.answer_ids: list[int] = [int(row.argmax()) for row in rows]
+        self._reference = torch.log_softmax(torch.stack(rows), dim=-1)  # [continuation, vocab]
+
+    def measure(self, method: str, ratio: float, engine: ReusesText | None = None) -> Measured:
+        """Fill a cache from the engine's store as `method` says and compare the continuation.
+
+        Another `engine` of the same model may be given.
+        """
+        return self.measure_strategy(strategy_of(method, ratio), engine)
+
+    def measure_strategy(self, strategy: RepairStrategy | None, engine: ReusesText | None = None) -> Measured:
+        """Like `measure`, with a strategy of one's own."""
+        engine = engine or self._engine
+        started = time.perf_counter()
+        with decode.running(engine.model, fast=True):
+            arena, plan, recomputed = self._filled(strategy, engine)
+            seconds = time.perf_counter() - started
+            log_probs = self._continuation(arena)
+        kl = (self._reference.exp() * (self._reference - log_probs)).sum(-1)
+        agreed = self._reference.argmax(-1) == log_probs.argmax(-1)
+        return Measured(
+            kl=float(kl.mean().clamp_min(0)),
+            top1=float(agreed.float().mean()),
+            reused_tokens=len(positions_of(plan.runs, exact=False)),
+            recomputed_tokens=len(recomputed),
+            seconds=seconds,
+        )
+
+    def answer(self, method: str, ratio: float, tokens: int) -> list[int]:
+        """The greedy answer of `tokens` tokens over what `method` makes of the engine's store."""
+        model, answer = self._engine.model, [int(self._ids[-1])]
+        device = model.get_input_embeddings().weight.device
+        with decode.running(model, fast=True), torch.no_grad():
+            arena, _, _ = self._filled(strategy_of(method, ratio), self._engine)
+            for _ in range(tokens):
+                fed = torch.tensor([answer[-1:]], device=device)
+                answer.append(int(model(fed, past_key_values=arena, use_cache=True).logits[0, -1].argmax()))
+        return answer[1:]
+
+    def _filled(
+        self, strategy: RepairStrategy | None, engine: ReusesText
+    ) -> tuple[Arena, ReusePlan, np.ndarray]:
+        """An arena with all but the prompt's last token, and what was reused and computed again for it."""
+        total = len(self._ids)
+        arena = Arena(engine.layout, total + len(self.answer_ids))
+        with engine.assembler.planned(
+            self._ids, engine.namespace(), limit=total - 1, mode=AssemblyMode.CHUNK_REUSE
+        ) as plan:
+            engine.assembler.place(plan, arena)
+        runs = plan.repair_runs
+        recomputed = repair.complete(engine.model, self._ids, arena, runs, strategy, end=total - 1)
+        return arena, plan, recomputed
+
+    def _continuation(self, arena: Arena) -> torch.Tensor:
+        """Log-probabilities `[continuation, vocab]` along the reference's own continuation."""
+        fed = np.concatenate([self._ids[-1:], np.asarray(self.answer_ids[:-1], dtype=np.int64)])
+        device = self._engine.model.get_input_embeddings().weight.device
+        with torch.no_grad():
+            logits = self._engine.model(
+                torch.from_numpy(fed).to(device).unsqueeze(0), past_key_values=arena, use_cache=True
+            ).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)

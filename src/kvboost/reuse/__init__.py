@@ -1,0 +1,1 @@
+"""What is reused for a request: plan, place, repair, store, and why."""

@@ -1,0 +1,92 @@
+"""Getting what is stored into an arena, from RAM and from disk, for one request or for many rows.
+
+Knows plans and stores, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING
+
+from kvboost.kv.arena import Arena
+from kvboost.reuse.assembler import PrefixPart, PromptAssembler, ReusePlan
+from kvboost.store.manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from kvboost.disk.cache import DiskCache
+
+Planned = Callable[[], AbstractContextManager[ReusePlan]]
+
+
+class ChunkLoader:
+    """Places plans. What cannot be read from disk is forgotten, and the plan is made without it."""
+
+    def __init__(self, assembler: PromptAssembler, manager: KVCacheManager, disk: DiskCache | None) -> None:
+        self._assembler = assembler
+        self._manager = manager
+        self._disk = disk
+
+    def place(self, planned: Planned, arena: Arena, exact: int = 0, any_kind: int = 0) -> ReusePlan:
+        """Plan and place; `arena` holds `exact` of the first tokens by now, and `any_kind` as their chain."""
+        until = self._deadline()
+        while True:
+            with planned() as plan:
+                failed = self._load_and_place(plan, arena, exact, any_kind, until)
+            if not failed:
+                return plan
+            self._forget(failed)
+
+    def place_rows(
+        self, planned: Sequence[Planned], parts: Callable[[list[ReusePlan]], list[PrefixPart]], arena: Arena
+    ) -> list[ReusePlan]:
+        """Plan many prompts, and place the `parts` of them that an arena of rows needs."""
+        until = self._deadline()
+        while True:
+            with ExitStack() as held:
+                plans = [held.enter_context(each()) for each in planned]
+                failed = self._load_parts(parts(plans), arena, until)
+            if not failed:
+                return plans
+            self._forget(failed)
+
+    def _load_and_place(
+        self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int, until: float
+    ) -> dict[str, str]:
+        """Place a plan; returns the chunks that could not be loaded, with reasons, where there are such."""
+        if self._disk is None:
+            self._assembler.place(plan, arena, exact, any_kind)
+            return {}
+        fetched = self._disk.fetch(self._assembler.chunks_needed(plan, exact, any_kind), until)
+        if not fetched.failed:
+            self._assembler.place(plan, arena, exact, any_kind, fetched.loaded)
+        self._manager.on_disk.warm_up(fetched.loaded)
+        return fetched.failed
+
+    def _load_parts(self, parts: list[PrefixPart], arena: Arena, until: float) -> dict[str, str]:
+        if self._disk is None:
+            self._assembler.place_parts(parts, arena)
+            return {}
+        chunks = {piece.chunk.chunk_id: piece.chunk for part in parts for piece in part.pieces}
+        fetched = self._disk.fetch(list(chunks.values()), until)
+        if not fetched.failed:
+            self._assembler.place_parts(parts, arena, fetched.loaded)
+        self._manager.on_disk.warm_up(fetched.loaded)
+        return fetched.failed
+
+    def _deadline(self) -> float:
+        return self._disk.deadline() if self._disk is not None else 0.0
+
+    def _forget(self, failed: dict[str, str]) -> None:
+        for key, reason in failed.items():
+            self._manager.on_disk.lost([key], reason)
+
+    def make_way(self, tokens: int) -> None:
+        """After the first token: let the disk save what storing `tokens` tokens would evict."""
+        if self._disk is not None and tokens > 0:
+            self._disk.make_way(tokens)
+
+    def save_soon(self) -> None:
+        """What was stored goes to disk beside the next requests."""
+        if self._disk is not None:
+            self._disk.wake()

@@ -1,0 +1,1 @@
+"""Repair strategies: which of the reused tokens are computed again. One per file."""

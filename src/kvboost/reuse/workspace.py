@@ -1,0 +1,94 @@
+"""The last request's arena, kept for the next one.
+
+A request that begins like the last one finds that part of its KV in place, and any request saves
+the cost of fresh memory. The arena never serves on its own: what may be reused is decided by the
+store, and the arena only spares the copy. Knows arenas and tokens, no store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvboost.kv.arena import Arena, KVLayout
+from kvboost.locks import fork_safe_lock
+
+_ROUND_TOKENS = 64  # equal alignment of every head's rows, whatever the capacity
+_HEADROOM_SHARE = 4  # beside what is asked for, a quarter more where untouched memory costs nothing
+_MEMORY_SHARE = 8  # keep an arena of at most this fraction of the device's memory
+
+
+@dataclass(frozen=True)
+class _Kept:
+    arena: Arena
+    namespace_key: str
+    token_ids: np.ndarray  # of the positions that hold KV
+    exact_tokens: int  # of them, the first ones that hold exact KV
+
+
+class Workspace:
+    """Lends arenas, and keeps the one given back last."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._kept: _Kept | None = None
+        self._lock = fork_safe_lock(around_data=True)
+
+    def take(self, capacity: int, namespace_key: str, token_ids: np.ndarray) -> tuple[Arena, int, int]:
+        """An arena for `capacity` tokens, and how many of `token_ids` it holds already: exact ones, any."""
+        capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is None:
+            return self._new(capacity), 0, 0
+        common = 0
+        if kept.namespace_key == namespace_key:
+            size = min(len(kept.token_ids), len(token_ids))
+            differs = kept.token_ids[:size] != token_ids[:size]
+            common = int(np.argmax(differs)) if differs.any() else size
+        if kept.arena.capacity < capacity:
+            if not common:
+                return self._new(capacity), 0, 0
+            kept.arena.grow(capacity)
+        kept.arena.set_length(0)
+        return kept.arena, min(common, kept.exact_tokens), common
+
+    def _new(self, capacity: int) -> Arena:
+        """A fresh arena; on a CPU with room for the next turn, so that it need not be moved then."""
+        on_cpu = all(spec.device.type == "cpu" for spec in self._layout.slabs)
+        headroom = capacity // _HEADROOM_SHARE // _ROUND_TOKENS * _ROUND_TOKENS if on_cpu else 0
+        return Arena(self._layout, capacity + headroom)
+
+    def give_back(
+        self, arena: Arena, namespace_key: str, token_ids: np.ndarray, exact_tokens: int | None = None
+    ) -> None:
+        """Keep `arena` for the next request.
+
+        It holds KV of `token_ids`, of which the first `exact_tokens` are exact (None = all).
+        """
+        if arena.batch != 1 or arena.nbytes > _limit_bytes(arena.slabs[0].device):
+            return
+        with self._lock:
+            exact = len(token_ids) if exact_tokens is None else exact_tokens
+            self._kept = _Kept(arena, namespace_key, np.array(token_ids, dtype=np.int64), exact)
+
+    def drop(self) -> None:
+        """Free the kept arena."""
+        with self._lock:
+            self._kept = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept arena."""
+        kept = self._kept
+        return kept.arena.nbytes if kept is not None else 0
+
+
+def _limit_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory) // _MEMORY_SHARE
+    import psutil
+
+    return int(psutil.virtual_memory().total) // _MEMORY_SHARE

@@ -1,0 +1,1 @@
+"""Running a model over a cache: prefill, decode, sparse forwards, packed steps. Knows no store."""

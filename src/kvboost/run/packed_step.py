@@ -1,0 +1,253 @@
+"""Rows of one arena: many texts side by side, what they share stored once, one forward for them all.
+
+A row's KV is a chain of segments. Segments that several rows begin with are computed and kept once; the
+last one is the row's own and grows with its answer. A forward takes new tokens of any rows, packed into
+one sequence: prompts and single tokens may be mixed. Knows arenas and models, not where KV comes from and
+not how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvboost.compat import probing, text_config
+from kvboost.errors import UnsupportedModelError
+from kvboost.kernels import attention
+from kvboost.kernels.packed import Feed, RowPattern, Stretch
+from kvboost.kernels.windows import windows_now, windows_of
+from kvboost.kv.arena import Arena, KVLayout, Packed
+
+# Tokens of one forward, on a CPU and on a GPU, and the logits that it may give, in elements.
+_MAX_TOKENS = {False: 2048, True: 8192}
+_MAX_LOGITS = 1 << 26
+# The text of a trial at load, and the largest window that it outgrows.
+_TRIAL_TOKENS = 16
+SMALL_WINDOW = 128
+LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+class Segment:
+    """KV of consecutive tokens in slots `[start, start + capacity)`, behind the segments of `before`.
+
+    Of a `clean` one, the slots without a token hold finite numbers too, and may be read under a mask.
+    """
+
+    def __init__(
+        self, start: int, capacity: int, before: tuple[Segment, ...] = (), *, clean: bool = False
+    ) -> None:
+        self.start = start
+        self.capacity = capacity
+        self.before = before
+        self.clean = clean
+        self.position: int = before[-1].position + before[-1].capacity if before else 0
+        self.length = 0
+
+    @property
+    def end(self) -> int:
+        """The position of the next token."""
+        return self.position + self.length
+
+    @property
+    def stretch(self) -> Stretch:
+        return Stretch(self.start, self.length, self.position)
+
+    def between(self, arena: Arena, start: int, end: int) -> Packed:
+        """KV `[rows, tokens, head_dim]` of the row's positions `[start, end)`, wherever they lie."""
+        parts = []
+        for segment in (*self.before, self):
+            first, last = max(start, segment.position), min(end, segment.end)
+            if first < last:
+                shift = segment.start - segment.position
+                parts.append(arena.between(first + shift, last + shift))
+        if len(parts) == 1:
+            return parts[0]
+        return tuple(torch.cat(slabs, dim=1) for slabs in zip(*parts, strict=True))
+
+
+@dataclass(frozen=True)
+class Extension:
+    """New tokens `token_ids` `[n]` of a segment, and of how many of the last ones logits are wanted."""
+
+    segment: Segment
+    token_ids: np.ndarray
+    wanted: int = 1
+
+
+class RowLogits(NamedTuple):
+    """Logits `[n, vocab]` of extension `number`, from its wanted token number `first` on."""
+
+    number: int
+    first: int
+    logits: torch.Tensor
+
+
+def extend(model: Any, arena: Arena, extensions: Sequence[Extension]) -> Iterator[RowLogits]:
+    """Run the extensions through the model, as many at once as memory allows, and fill their segments.
+
+    No segment may be extended twice, nor together with one that it is behind. Those that share something
+    should be neighbours.
+    """
+    if not extensions:
+        return
+    device = model.get_input_embeddings().weight.device
+    arena.set_length(arena.capacity)  # the pattern says what is filled
+    for block in _blocks(extensions, device.type == "cuda", int(text_config(model).vocab_size)):
+        yield from _forward(model, arena, extensions, block, device)
+
+
+class _Part(NamedTuple):
+    """Tokens `[start, end)` of extension `number`."""
+
+    number: int
+    start: int
+    end: int
+
+
+def _blocks(extensions: Sequence[Extension], on_gpu: bool, vocab: int) -> Iterator[list[_Part]]:
+    """Cut the extensions into forwards of bounded size."""
+    most_tokens, most_logits = _MAX_TOKENS[on_gpu], max(1, _MAX_LOGITS // vocab)
+    block: list[_Part] = []
+    tokens = logits = 0
+    for index, extension in enumerate(extensions):
+        total, start = len(extension.token_ids), 0
+        silent = total - extension.wanted  # before these, no logits are wanted
+        while start < total:
+            end = min(total, start + most_tokens - tokens)
+            if end > silent:
+                end = min(end, max(start, silent) + most_logits - logits)
+            if end <= start:
+                yield block
+                block, tokens, logits = [], 0, 0
+                continue
+            block.append(_Part(index, start, end))
+            tokens += end - start
+            logits += max(0, end - max(start, silent))
+            start = end
+    yield block
+
+
+def _forward(
+    model: Any,
+    arena: Arena,
+    extensions: Sequence[Extension],
+    block: Sequence[_Part],
+    device: torch.device,
+) -> Iterator[RowLogits]:
+    feeds, ids, rows = [], [], []
+    wanted: list[np.ndarray] = []
+    at = 0
+    for index, start, end in block:
+        extension = extensions[index]
+        segment = extension.segment
+        segment.length += end - start
+        if segment.length > segment.capacity:
+            raise ValueError(f"a segment of {segment.capacity} tokens cannot take {segment.length}")
+        feeds.append(_feed(segment, end - start))
+        ids.append(extension.token_ids[start:end])
+        silent = len(extension.token_ids) - extension.wanted
+        if end > silent:
+            first = max(start, silent)
+            rows.append((index, first - silent, end - first))
+            wanted.append(np.arange(at + first - start, at + end - start))
+        at += end - start
+    pattern = RowPattern(feeds, device, windows_of(model).by_module)
+    keep: torch.Tensor | int = torch.from_numpy(np.concatenate(wanted)).to(device) if wanted else 1
+    with torch.no_grad(), arena.scatter_at(pattern.slots), attention.patterned(model, pattern):
+        output = model(
+            input_ids=torch.from_numpy(np.concatenate(ids)).to(device).unsqueeze(0),
+            position_ids=pattern.positions.unsqueeze(0),
+            attention_mask=torch.zeros(1, 1, at, 1, dtype=arena.slabs[0].dtype, device=device),
+            past_key_values=arena,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+    logits = output.logits[0]
+    if isinstance(keep, torch.Tensor) and len(logits) != len(
+        keep
+    ):  # a model that knows no `logits_to_keep` gives them all
+        logits = logits[keep]
+    done = 0
+    for index, first, count in rows:
+        yield RowLogits(index, first, logits[done : done + count])
+        done += count
+
+
+def _feed(segment: Segment, tokens: int) -> Feed:
+    """The last `tokens` of a segment. Of several, what the segment had before is nothing but seen."""
+    before = tuple(each.stretch for each in segment.before if each.length)
+    old = segment.length - tokens
+    if tokens == 1 or not old:
+        return Feed(segment.stretch, tokens, before, segment.capacity if segment.clean else segment.length)
+    start, _, position = segment.stretch
+    return Feed(
+        Stretch(start + old, tokens, position + old), tokens, (*before, Stretch(start, old, position))
+    )
+
+
+def can_run(model: Any, arena: Arena) -> bool:
+    """Whether the model gives every row what it would give it alone; `why_not` says why it does not."""
+    return not why_not(model, arena.layout)
+
+
+def why_not(model: Any, layout: KVLayout) -> str:
+    """Why the rows' attention cannot stand in for the model's own; "" where it can.
+
+    It is tried on rows of a short text, which is longer than the model's window where that is small.
+    """
+    learned = windows_now(model)
+    if learned.refusal:
+        return learned.refusal
+    try:
+        with probing(model, "running rows of one text together"):
+            difference = _difference(model, layout, trial_tokens(learned.smallest))
+    except UnsupportedModelError as error:  # its rows run one by one then
+        return str(error)
+    tolerance = LOGIT_TOLERANCE.get(layout.slabs[0].dtype, 1e-1)
+    if not difference <= tolerance:
+        return f"rows that run together give other logits: off by {difference:.2g} of {tolerance:.0e}"
+    return ""
+
+
+def trial_tokens(window: int | None) -> int:
+    """How long a text must be to show what a window does, where that costs little."""
+    return _TRIAL_TOKENS if window is None or window > SMALL_WINDOW else window + _TRIAL_TOKENS
+
+
+def trial_ids(model: Any, tokens: int) -> np.ndarray:
+    """Some text of `tokens` tokens `[tokens]`."""
+    return np.arange(tokens, dtype=np.int64) * 7919 % int(text_config(model).vocab_size)
+
+
+def _difference(model: Any, layout: KVLayout, tokens: int) -> float:
+    """How far rows behind a shared start are from one plain forward over their text, relatively.
+
+    One row has several new tokens, two have one each.
+    """
+    ids = trial_ids(model, tokens)
+    device = model.get_input_embeddings().weight.device
+    whole = model(input_ids=torch.from_numpy(ids).to(device).unsqueeze(0), use_cache=False).logits[0].float()
+    half = tokens // 2
+    arena = Arena(layout, tokens + 2)
+    shared = Segment(0, half)
+    long = Segment(half, tokens - half, (shared,))
+    singles = [Segment(tokens + number, 1, (shared,), clean=True) for number in (0, 1)]
+    got, want = [], []
+    for step in (
+        [Extension(shared, ids[:half])],
+        [
+            Extension(long, ids[half:], tokens - half),
+            *(Extension(one, ids[half : half + 1]) for one in singles),
+        ],
+    ):
+        ends = [extension.segment.end + len(extension.token_ids) for extension in step]
+        for number, first, logits in extend(model, arena, step):
+            start = ends[number] - step[number].wanted + first
+            got.append(logits.float())
+            want.append(whole[start : start + len(logits)])
+    expected = torch.cat(want)
+    return float((torch.cat(got) - expected).norm() / expected.norm().clamp_min(1e-6))

@@ -1,0 +1,157 @@
+"""Choosing the next token of rows that come and go.
+
+The second decoding loop beside transformers' own: each row has the logits processors, the stopping
+criteria and the random generator that `model.generate` would give it, so it gets the tokens that it would
+get alone. Knows logits and options, no cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode as DecodingKind
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StopStringCriteria,
+)
+
+from kvboost.run.decode import Decoded, GenerationOptions, finish_reason
+
+# How generate would run, and what it would return: a row has its cache, and takes nothing but tokens.
+_NOT_FOR_ROWS: dict[str, Any] = {
+    "use_cache": False,
+    "cache_implementation": None,
+    "prefill_chunk_size": None,
+    "token_healing": False,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
+
+
+def why_alone(options: GenerationOptions) -> str:
+    """Why a request with these options needs transformers' own loop; empty where it does not."""
+    kind = options.config.get_generation_mode(options.call_options.get("assistant_model"))
+    if kind not in (DecodingKind.GREEDY_SEARCH, DecodingKind.SAMPLE):
+        return str(kind.value).replace("_", " ")
+    if options.config.guidance_scale not in (None, 1) or "negative_prompt_ids" in options.call_options:
+        return "guidance"
+    return ""
+
+
+class DecodingRow:
+    """One row's answer as it grows. `index` is the row's number as its caller counts."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, token_ids: np.ndarray, options: GenerationOptions, index: int = 0
+    ) -> None:
+        self.options = options
+        self.new_ids: list[int] = []
+        self.first_token_at = 0.0
+        self.finished_at: float | None = None
+        self._prompt_tokens = len(token_ids)
+        device = model.get_input_embeddings().weight.device
+        with torch.inference_mode(False):  # it is written to outside of the caller's mode
+            size = len(token_ids) + options.max_new_tokens
+            self._ids = torch.empty(1, size, dtype=torch.long, device=device)
+        self._ids[0, : len(token_ids)] = torch.from_numpy(token_ids)
+        self._processors, criteria = _as_generate_would(model, tokenizer, self._so_far, options, index)
+        self._max_length = min(
+            (each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)),
+            default=self._ids.shape[1],
+        )
+        ends = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
+        self._ends = frozenset(int(token) for each in ends for token in torch.as_tensor(each).flatten())
+        known = (MaxLengthCriteria, EosTokenCriteria)
+        self._criteria = StoppingCriteriaList([each for each in criteria if type(each) not in known])
+        self._generator: torch.Generator | None = None
+        if options.seed is not None:
+            self._generator = torch.Generator(device).manual_seed(options.seed)
+
+    @property
+    def _so_far(self) -> torch.Tensor:
+        """Prompt and answer, `[1, tokens]`."""
+        return self._ids[:, : self._prompt_tokens + len(self.new_ids)]
+
+    @property
+    def takes_the_largest(self) -> bool:
+        """Whether the next token is nothing but the one with the largest logit, whatever was said before."""
+        return not self._processors and not self.options.config.do_sample and not self._criteria
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token from `logits` `[vocab]`."""
+        if not self._processors and not self.options.config.do_sample:
+            return int(logits.argmax(-1))
+        # A copy: processors may write into what they are given.
+        scores = self._processors(self._so_far, logits.unsqueeze(0).to(torch.float32, copy=True))
+        if not self.options.config.do_sample:
+            return int(scores.argmax(-1))
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+    def append(self, token: int) -> None:
+        """Take the next token, and note whether it was the last."""
+        self._ids[0, self._prompt_tokens + len(self.new_ids)] = token
+        self.new_ids.append(token)
+        if len(self.new_ids) == 1:
+            self.first_token_at = time.perf_counter()
+        ended = token in self._ends or self._so_far.shape[1] >= self._max_length
+        if ended or bool(self._criteria(self._so_far, None).all() if self._criteria else False):
+            self.finished_at = time.perf_counter()
+
+    def decoded(self) -> Decoded:
+        """The answer so far, as generate gives it."""
+        return Decoded(self.new_ids, self.first_token_at, finish_reason(self.new_ids, self.options))
+
+
+def _as_generate_would(
+    model: Any, tokenizer: Any, input_ids: torch.Tensor, options: GenerationOptions, index: int
+) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
+    """The processors and criteria that `model.generate` would use for `input_ids` `[1, tokens]`."""
+
+    def take(
+        _model: Any,
+        _input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,  # noqa: ARG001
+        **_kwargs: Any,
+    ) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
+        return logits_processor, stopping_criteria
+
+    extra = dict(options.call_options)
+    config = copy.deepcopy(options.config)
+    for name, value in _NOT_FOR_ROWS.items():
+        setattr(config, name, value)
+    if config.stop_strings:  # a decoding function of one's own is not given the tokenizer that they need
+        config.stop_strings = None
+        stops = StopStringCriteria(tokenizer, options.config.stop_strings)
+        extra["stopping_criteria"] = StoppingCriteriaList([*(extra.get("stopping_criteria") or []), stops])
+    if (allowed := extra.get("prefix_allowed_tokens_fn")) is not None:
+        extra["prefix_allowed_tokens_fn"] = lambda _row, ids: allowed(index, ids)
+    made: tuple[LogitsProcessorList, StoppingCriteriaList] = _handle(model, config).generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        generation_config=config,
+        custom_generate=take,
+        **extra,
+    )
+    return made
+
+
+def _handle(model: Any, config: GenerationConfig) -> Any:
+    """A second handle on the model's modules, whose generation config is `config` and nothing else.
+
+    transformers fills in what is unset from the model's own, and adapters hand theirs on to the model inside.
+    """
+    inside = getattr(model, "get_base_model", None)
+    handle = copy.copy(inside() if inside is not None else model)
+    handle.__dict__["generation_config"] = config
+    return handle

@@ -1,0 +1,1 @@
+"""The chunks that are known: found, counted, evicted. Knows no model and no files."""

@@ -1,0 +1,150 @@
+"""The tables of docs/how-reuse-works.md and of the README's part on moved text, made from result files.
+
+`python -m tests.docs.reuse_numbers` prints them; a test compares them with the documents.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+GROUPS = ("alone-4", "alone-8", "behind-4", "behind-8")
+SHOWN = (
+    ("nothing", None),
+    ("random", 0.10),
+    ("selective_before", None),
+    ("selective", None),
+    ("deviation", 0.10),
+    ("deviation", 0.20),
+    ("guided", 0.05),
+    ("guided", 0.10),
+    ("guided", 0.15),
+    ("guided", 0.20),
+    ("guided", 0.30),
+    ("all", None),
+)
+WORDS = {
+    "nothing": "nothing (keys turned)",
+    "random": "random tokens",
+    "selective_before": "last 16 tokens before each seam",
+    "selective": "first 16 tokens after each seam (`selective`)",
+    "deviation": "`deviation`",
+    "guided": "`guided`",
+    "all": "everything",
+}
+
+
+def record(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def quality_table() -> str:
+    lines = [
+        "| computed again | share | mean KL | alone, 4 | alone, 8 | behind, 4 | behind, 8 | same top token |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows = [row for row in record("quality-cuda")["results"] if row["bits"] == 16]
+    results = {(row["method"], row["ratio"]): row["groups"] for row in rows}
+    for key in SHOWN:
+        groups = results[key]
+        errors = " | ".join(f"{groups[name]['kl_mean']:.4f}" for name in GROUPS)
+        overall = groups["overall"]
+        lines.append(
+            f"| {WORDS[key[0]]} | {overall['recomputed_share']:.1%} | {overall['kl_mean']:.4f} | {errors} "
+            f"| {overall['top1']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def facts_line() -> str:
+    facts = record("quality-cuda")["facts"]
+    found = {name: round(share * facts["prompts"]) for name, share in facts["found"].items()}
+    return (
+        f"of {facts['prompts']} questions for a number that stands in one document, full prefill answered "
+        f"{found['baseline']} rightly, `guided` at {facts['ratio']:.0%} {found['guided']}, "
+        f"`deviation` {found['deviation']}"
+    )
+
+
+def budgets_table() -> str:
+    lines = [
+        "| `max_kl` | ratio chosen | KL in calibration | KL on other prompts |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in record("quality-cuda")["budgets"]:
+        if row["ratio"] is None:
+            lines.append(f"| {row['max_kl']:g} | none: exact reuse only | - | - |")
+        else:
+            lines.append(
+                f"| {row['max_kl']:g} | {row['ratio']:.0%} | {row['calibration_kl']:.4f} "
+                f"| {row['held_out_kl']:.4f} |"
+            )
+    return "\n".join(lines)
+
+
+def rag_table() -> str:
+    lines = ["| | first token | sooner | found | computed again |", "| --- | --- | --- | --- | --- |"]
+    for name, row in record("rag-cpu")["contestants"].items():
+        lines.append(
+            f"| {name} | {row['ttft_ms']['median']:,.0f} ms | {row['speedup']:.1f} x "
+            f"| {row['cached_share']:.0%} | {row['recomputed_share']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def wrong_guess() -> str:
+    guess = record("rag-cpu")["wrong_guess"]
+    return f"{guess['ratio_of_medians']:.3f} x BASELINE's ({guess['pairs']} interleaved pairs)"
+
+
+def chat_table() -> str:
+    lines = [
+        "| turn | tokens | approximate | repaired | first token | the same chat with exact hits |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in record("rag-cpu")["chat"]:
+        ours = row["approximate"]
+        lines.append(
+            f"| {row['turn']} | {ours['prompt_tokens']:,} | {ours['origins']['approximate']:,} "
+            f"| {ours['recomputed_tokens']:,} | {ours['ttft_ms']['median']:,.0f} ms "
+            f"| {row['exact']['ttft_ms']['median']:,.0f} ms |"
+        )
+    return "\n".join(lines)
+
+
+def encoding_table() -> str:
+    lines = [
+        "| encoding | prefix, as it is | prefix, repaired at the seams | moved, `guided` 10% |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in record("encoding-cpu")["results"]:
+        name = ", ".join(f"`{option}={value}`" for option, value in row["encoding"].items()) or "default"
+        kl = " | ".join(f"{row[use]['kl_mean']:.4f}" for use in ("prefix", "prefix_repaired", "moved"))
+        lines.append(f"| {name} | {kl} |")
+    return "\n".join(lines)
+
+
+def machine(name: str) -> str:
+    found = record(name)["machine"]
+    where = found["gpu"] or f"{found['cpu']}, {found['cores']} cores"
+    return f"{where}, torch {found['torch']}, transformers {found['transformers']}, {found['date'][:10]}"
+
+
+PARTS = (
+    quality_table,
+    facts_line,
+    budgets_table,
+    rag_table,
+    wrong_guess,
+    chat_table,
+    encoding_table,
+)
+
+if __name__ == "__main__":
+    for part in PARTS:
+        print(f"--- {part.__name__}\n{part()}")  # noqa: T201
+    for name in ("quality-cuda", "rag-cpu", "encoding-cpu"):
+        print(machine(name))  # noqa: T201

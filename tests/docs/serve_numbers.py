@@ -1,0 +1,84 @@
+"""The tables of docs/performance.md on servers under load, made from the result file.
+
+`python -m tests.docs.serve_numbers` prints them; a test compares them with the documents.
+"""
+
+from __future__ import annotations
+
+from tests.docs.reuse_numbers import machine, record
+
+
+def servers_table() -> str:
+    servers = record("serve-cpu")["servers"]
+    ours = servers["kvboost"]["tokens_per_s"]
+    lines = [
+        "| | tokens/s | kvboost is at | first token, s, p50 and p99 "
+        "| gap between tokens, ms, p50 and p99 | answered |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in servers.items():
+        label = f"**{found['label']}**" if name == "kvboost" else found["label"].strip()
+        ratio = "" if name == "kvboost" else f"{ours / found['tokens_per_s']:.1f} x"
+        first, gap = found["ttft_ms"], found["gap_ms"]
+        firsts = f"{first['p50'] / 1e3:.1f}, {first['p99'] / 1e3:.1f}"
+        gaps = f"{gap['p50']:,.0f}, {gap['p99']:,.0f}"
+        answered = f"{found['answered']} of {found['requests']}"
+        lines.append(f"| {label} | {found['tokens_per_s']:.1f} | {ratio} | {firsts} | {gaps} | {answered} |")
+    return "\n".join(lines)
+
+
+def long_prompt_table() -> str:
+    found = record("serve-cpu")["long_prompt"]
+    lines = ["| gaps between tokens, ms | p50 | p95 | p99 |", "| --- | --- | --- | --- |"]
+    for name, label in (("without", "a steady load"), ("with", "the same while a long prompt is read")):
+        gaps = found[name]["then_ms"]
+        lines.append(f"| {label} | {gaps['p50']:.0f} | {gaps['p95']:,.0f} | {gaps['p99']:,.0f} |")
+    return "\n".join(lines)
+
+
+def readme_line() -> str:
+    servers = record("serve-cpu")["servers"]
+    ours = servers["kvboost"]["tokens_per_s"]
+    alone, paged, plain = (
+        f"{ours / servers[name]['tokens_per_s']:.1f} x"
+        for name in ("no_batching", "transformers_cb", "transformers")
+    )
+    return (
+        f"Under load it gives {alone} as many tokens per second as one by one, {paged} and {plain} as many "
+        "as `transformers serve` with and without continuous batching "
+        "([measured](docs/performance.md#a-server-under-load))."
+    )
+
+
+def soak_line() -> str:
+    found = record("soak-serve")["summary"]
+    refused, evicted = found["statuses"]["429"], found["evicted_chunks"]
+    return (
+        f"{found['minutes']:.0f} minutes of mixed load (`make soak`, "
+        f"[result](../benchmarks/results/soak-serve.json)): {found['requests']:,} requests of "
+        f"{found['clients']} clients, {found['clients_that_left']:,} times gone before the answer came, "
+        f"floods past the queue's limit ({refused:,} answers were a 429), wrong requests, a cache that is "
+        f"far too small ({evicted:,} chunks evicted). Nobody was left waiting, {found['worker']['failed']} "
+        f"requests failed, all {found['answers_compared']} answers that were compared were right, and memory "
+        f"grew by {found['rss_growth']:.1%} after the warm-up."
+    )
+
+
+def salts_line() -> str:
+    found = record("proof-salts")["summary"]
+    own, fresh, read = (found["median_ms"][name] for name in ("own", "fresh", "read by ann"))
+    return (
+        "Two keys with different salts (`make proof`, [result](../benchmarks/results/proof-salts.json)): "
+        f"{found['probes_per_group']} probes each of a text that the other key had read and of one that "
+        f"nobody had, {found['hits_across_salts']} hits, medians {read:.1f} and {fresh:.1f} ms; a text of "
+        f"one's own takes {own:.1f} ms. The difference of {found['difference_ms']:.1f} ms is within the "
+        f"noise of {found['noise_ms']:.1f} ms that two groups of fresh texts show."
+    )
+
+
+PARTS = (servers_table, long_prompt_table)
+
+if __name__ == "__main__":
+    for part in (*PARTS, soak_line, salts_line, readme_line):
+        print(f"--- {part.__name__}\n{part()}")  # noqa: T201
+    print(machine("serve-cpu"))  # noqa: T201

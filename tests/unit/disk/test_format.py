@@ -1,0 +1,150 @@
+"""docs/disk-format.md is true: a reader made from it alone reads what the disk tier wrote."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvboost.choices import BITS, KVBits
+from kvboost.disk import index as disk_index
+from kvboost.disk import serde
+from kvboost.disk.tier import DiskTier
+from kvboost.kv.arena import KVLayout
+from kvboost.kv.codec import KeptChunk, KVCodec
+from kvboost.models import chained_hash
+from tests import disk_reader
+from tests.disk_reader import FormatError, read_folder, read_slot
+from tests.faults.disk_writer import SLOT_BYTES, chunk_of, key_of
+
+ROOT = Path(__file__).parents[3]
+DOCUMENT = (ROOT / "docs" / "disk-format.md").read_text()
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TOKENS = 70  # more than one group of keys
+SHAPES = ((1, 2), (2, 64), (2, 64), (3, 128), (1, 64))  # (kv_heads, head_dim) of each layer
+
+
+def kept(bits: KVBits, dtype: torch.dtype) -> KeptChunk:
+    draw = torch.Generator().manual_seed(2)
+    past = tuple(
+        (
+            torch.randn(1, heads, TOKENS, dim, generator=draw).to(dtype),
+            torch.randn(1, heads, TOKENS, dim, generator=draw).to(dtype),
+        )
+        for heads, dim in SHAPES
+    )
+    layout = KVLayout.of(past)
+    ids = list(range(1_000, 1_000 + TOKENS))
+    key = chained_hash([*ids, DTYPES.index(dtype), BITS.index(bits)])
+    return KeptChunk(
+        KVCodec(layout, bits).encode(layout.pack(past)),
+        chunk_id=key,
+        text="ein Text, “quoted”",
+        token_ids=ids,
+        position_start=17,
+        position_end=17 + TOKENS,
+        prefix_hash=key,
+        parent_hash="p",
+        created_at=5.5,
+        access_count=2,
+        recomputed=True,
+    )
+
+
+def test_the_second_reader_imports_nothing_of_ours() -> None:
+    tree = ast.parse(Path(disk_reader.__file__).read_text())
+    names = {
+        (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not any(name.split(".")[0] in ("kvboost", "torch", "tests") for name in names), names
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_raw_chunks_are_read_by_the_second_reader(is_open: bool, tmp_path: Path) -> None:
+    chunks = [kept(16, dtype) for dtype in DTYPES]
+    tier = DiskTier(tmp_path / "cache", max_chunks=6, slot_bytes=1 << 20)
+    assert all(tier.write(chunk) for chunk in chunks)
+    if not is_open:
+        tier.close()
+    settings, records = read_folder(tmp_path / "cache")
+    tier.close()
+    assert (settings["max_chunks"], settings["slot_bytes"]) == (6, 1 << 20)
+    assert list(records) == [chunk.prefix_hash for chunk in chunks]
+    for chunk in chunks:
+        record = records[chunk.prefix_hash]
+        assert record.token_ids == list(chunk.token_ids)
+        for name in ("text", "position_start", "created_at", "access_count", "recomputed"):
+            assert record.meta[name] == getattr(chunk, name)
+        assert record.meta["parent"] == "p"
+        for pair, wanted_pair in zip(record.arrays(), chunk.past_key_values, strict=True):
+            for array, wanted in zip(pair, wanted_pair, strict=True):
+                as_numpy = wanted[0].float() if wanted.dtype == torch.bfloat16 else wanted[0]
+                assert np.array_equal(array, as_numpy.numpy())
+
+
+@pytest.mark.parametrize("bits", [8, 4, "k8v4"])
+def test_quantized_chunks_are_read_by_the_second_reader(bits: KVBits, tmp_path: Path) -> None:
+    chunk = kept(bits, torch.float32)
+    with DiskTier(tmp_path / "cache", max_chunks=2, slot_bytes=1 << 20) as tier:
+        assert tier.write(chunk)
+        slot = tier.entries()[0].slot
+    record = read_slot(tmp_path / "cache", slot, 1 << 20)
+    assert record.meta["bits"] == bits
+    pieces = record.slabs()
+    assert [len(piece) for piece in pieces] == [tensor.nbytes for tensor in chunk.kv.tensors]
+    for piece, tensor in zip(pieces, chunk.kv.tensors, strict=True):
+        assert piece == tensor.numpy().tobytes()
+
+
+@pytest.mark.parametrize("bits", [8, 4, "k8v4"])
+def test_the_numbers_of_quantized_chunks_follow_from_the_document(bits: KVBits, tmp_path: Path) -> None:
+    """With one step per group: (code * step + minimum) * 2**exponent, rotated back where 4 bits are used."""
+    chunk = kept(bits, torch.float32)
+    with DiskTier(tmp_path / "cache", max_chunks=2, slot_bytes=1 << 20) as tier:
+        assert tier.write(chunk)
+    _, records = read_folder(tmp_path / "cache")
+    record = records[chunk.prefix_hash]
+    found = disk_reader.decoded(record)
+    for (keys, values), wanted in zip(found, chunk.past_key_values, strict=True):
+        for array, tensor in ((keys, wanted[0]), (values, wanted[1])):
+            assert np.allclose(array, tensor[0].numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_second_reader_notices_damage(tmp_path: Path) -> None:
+    with DiskTier(tmp_path / "cache", max_chunks=2, slot_bytes=SLOT_BYTES) as tier:
+        assert tier.write(chunk_of(0))
+        header = tier.entries()[0].header
+    path = tmp_path / "cache" / "slots.bin"
+    whole = path.read_bytes()
+    assert read_slot(tmp_path / "cache", 0, SLOT_BYTES).meta["key"] == key_of(0)
+    for place in (0, 9, 30, 60, len(header.raw) - 1, header.payload_start, header.record_bytes - 1):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x20
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError):
+            read_slot(tmp_path / "cache", 0, SLOT_BYTES)
+
+
+def test_the_document_names_what_the_code_uses() -> None:
+    for table in disk_index._SCHEMA:
+        text = table.replace("IF NOT EXISTS ", "")
+        assert text in " ".join(DOCUMENT.split()), text
+    assert f"version {serde.VERSION}" in DOCUMENT
+    assert serde._FIXED.format in DOCUMENT
+    assert f"{serde.ALIGNMENT:,}" in DOCUMENT
+    meta = serde.to_record(chunk_of(0)).header.meta
+    for name in meta:
+        assert f"`{name}`" in DOCUMENT, name
+
+
+def test_the_document_names_every_file_of_a_folder(tmp_path: Path) -> None:
+    with DiskTier(tmp_path / "cache", max_chunks=2, slot_bytes=SLOT_BYTES) as tier:
+        assert tier.write(chunk_of(0))
+        for path in (tmp_path / "cache").iterdir():
+            assert f"`{path.name}`" in DOCUMENT, path.name

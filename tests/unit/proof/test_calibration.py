@@ -1,0 +1,189 @@
+"""Choosing a ratio by its error, and keeping what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvboost.errors import CacheFileError, InvalidRequestError
+from kvboost.proof import calibration
+from kvboost.proof.calibration import Calibration
+
+FAMILY = "ab" * 32
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVBOOST_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def made(errors: dict[float, float], **changes: Any) -> Calibration:
+    plain = Calibration("model", FAMILY, "guided", errors, 12, "2026-01-01T00:00:00+00:00")
+    return dataclasses.replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("errors", "max_kl", "ratio"),
+    [
+        ({0.1: 0.04, 0.2: 0.02, 0.5: 0.01}, 0.05, 0.1),
+        ({0.1: 0.04, 0.2: 0.02, 0.5: 0.01}, 0.04, 0.1),
+        ({0.1: 0.04, 0.2: 0.02, 0.5: 0.01}, 0.03, 0.2),
+        ({0.1: 0.04, 0.2: 0.02, 0.5: 0.01}, 0.01, 0.5),
+        ({0.1: 0.04, 0.2: 0.02, 0.5: 0.01}, 0.009, None),
+        ({0.5: 0.01, 0.1: 0.04, 0.2: 0.02}, 0.03, 0.2),  # in any order
+        ({0.1: 0.01, 0.2: 0.06, 0.5: 0.01}, 0.05, 0.5),  # luck at 0.1 does not count
+        ({0.1: 0.01, 0.2: 0.01, 0.5: 0.06}, 0.05, None),
+        ({}, 0.05, None),
+        ({0.1: NAN, 0.2: NAN}, 0.05, None),  # an error that could not be measured holds no bound
+        ({0.1: NAN, 0.2: 0.01}, 0.05, 0.2),
+        ({0.1: 0.01, 0.2: NAN}, 0.05, None),
+    ],
+)
+def test_the_smallest_ratio_that_held(errors: dict[float, float], max_kl: float, ratio: float | None) -> None:
+    assert made(errors).ratio_for(max_kl) == ratio
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    assert calibration.load(FAMILY, "guided") is None
+    one = made({0.05: 0.123456789, 0.1: 1e-9, 0.5: 0.0})
+    path = calibration.save(one)
+    assert path.is_relative_to(tmp_path / "cache")
+    assert calibration.load(FAMILY, "guided") == one
+    assert calibration.load(FAMILY, "deviation") is None
+    assert calibration.load("cd" * 32, "guided") is None
+    newer = made({0.1: 0.5})
+    calibration.save(newer)
+    assert calibration.load(FAMILY, "guided") == newer
+    other = made({0.1: 0.7}, selector="deviation")
+    calibration.save(other)
+    assert calibration.load(FAMILY, "guided") == newer
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_what_belongs_to_another_model_is_not_used() -> None:
+    path = calibration.save(made({0.1: 0.01}))
+    alike = FAMILY[:32] + "f" * 32  # the file's name does not tell them apart
+    assert calibration.path_of(alike, "guided") == path
+    assert calibration.load(alike, "guided") is None
+
+
+def test_another_version_is_measured_again() -> None:
+    path = calibration.save(made({0.1: 0.01}))
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "version": document["version"] + 1}))
+    assert calibration.load(FAMILY, "guided") is None
+
+
+@pytest.mark.parametrize("missing", ["errors", "model", "prompts", "measured_at", "family", "selector"])
+def test_missing_parts_are_named(missing: str) -> None:
+    path = calibration.save(made({0.1: 0.01}))
+    document = json.loads(path.read_text())
+    del document[missing]
+    path.write_text(json.dumps(document))
+    with pytest.raises(CacheFileError, match=missing):
+        calibration.load(FAMILY, "guided")
+
+
+@pytest.mark.parametrize("errors", ["x", [0.1], {"a": 1}, {"0.1": "b"}, {"0.1": None}, None])
+def test_bad_errors_are_refused(errors: Any) -> None:
+    path = calibration.save(made({0.1: 0.01}))
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "errors": errors}))
+    with pytest.raises(CacheFileError, match=r"remove it and run kvboost calibrate again"):
+        calibration.load(FAMILY, "guided")
+
+
+@pytest.mark.parametrize("ratio", ["1.5", "-0.1", "nan"])
+def test_ratios_that_cannot_be_are_refused(ratio: str) -> None:
+    """They would only show when a request is served."""
+    path = calibration.save(made({0.1: 0.01}))
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "errors": {ratio: 0.01}}))
+    with pytest.raises(CacheFileError, match=r"kvboost calibrate"):
+        calibration.load(FAMILY, "guided")
+
+
+def test_a_save_that_is_cut_off_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = made({0.1: 0.01})
+    path = calibration.save(one)
+
+    def full_disk(*_args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            calibration.save(made({0.1: 0.9}))
+    assert calibration.load(FAMILY, "guided") == one
+    assert list(path.parent.iterdir()) == [path]
+
+
+class FakeEngine:
+    """Notes what is asked of it."""
+
+    tokenizer = None
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def namespace(self, salt: str | None = None) -> Any:
+        assert salt == ""
+        return SimpleNamespace(family=FAMILY)
+
+    def warm(self, text: Any) -> None:
+        self.calls.append(("warm", text))
+
+    def clear(self) -> None:
+        self.calls.append("clear")
+
+
+def test_measuring_takes_the_worse_way_of_caching(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = ["alone-4", "behind-4", "alone-8", "behind-8"]
+    cases = [
+        SimpleNamespace(group=group, read_before=[[n]], prompt=SimpleNamespace(token_ids=n))
+        for n, group in enumerate(groups)
+    ]
+    monkeypatch.setattr(calibration, "make_cases", lambda *_args: cases)
+    errors = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.6}  # means: alone 0.2, behind 0.4
+
+    class Trial:
+        def __init__(self, _engine: Any, ids: int) -> None:
+            self.ids = ids
+
+        def measure(self, selector: str, ratio: float) -> Any:
+            assert selector == "deviation"
+            return SimpleNamespace(kl=errors[self.ids] * (1 - ratio))
+
+    monkeypatch.setattr(calibration, "ReuseTrial", Trial)
+    engine, reports = FakeEngine(), []
+    found = calibration.measure(
+        engine,  # type: ignore[arg-type]
+        model="m",
+        selector="deviation",
+        prompts=4,
+        ratios=iter((0.1, 0.5)),
+        report=lambda done, total: reports.append((done, total)),
+    )
+    assert found.errors == {0.1: pytest.approx(0.36), 0.5: pytest.approx(0.2)}
+    assert (found.family, found.selector, found.prompts) == (FAMILY, "deviation", 4)
+    assert reports[0] == (0, 4)
+    assert reports[-1] == (4, 4)
+    assert engine.calls == [step for n in range(4) for step in ("clear", ("warm", [n]))] + ["clear"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"prompts": 3}, "at least 4 prompts"), ({"max_positions": 700}, "this one has 700")],
+)
+def test_what_cannot_be_measured_is_said(options: dict[str, Any], words: str) -> None:
+    engine = FakeEngine()
+    with pytest.raises(InvalidRequestError, match=words):
+        calibration.measure(engine, model="m", selector="guided", **options)  # type: ignore[arg-type]
+    assert engine.calls == []

@@ -1,0 +1,81 @@
+"""The cost guard's arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost.models import ReusedRun
+from kvboost.reuse.costs import CostEstimate, ForwardCosts
+
+
+@pytest.fixture
+def costs(make_llama: Callable[..., Any]) -> ForwardCosts:
+    return ForwardCosts(make_llama(max_position_embeddings=8192))
+
+
+def moved(start: int, end: int) -> ReusedRun:
+    return ReusedRun(start, end, 7, False)
+
+
+def exact(end: int) -> ReusedRun:
+    return ReusedRun(0, end, 0, True)
+
+
+def test_a_forward_costs_by_tokens_and_by_what_they_see(costs: ForwardCosts) -> None:
+    assert costs.forward(np.arange(0)) == 0
+    one, two = costs.forward(np.arange(100)), costs.forward(np.arange(200))
+    assert one > 100  # a forward has a cost of its own
+    assert two - one > 100  # and later tokens see more
+    assert costs.forward(np.arange(1000, 1100)) > one
+
+
+@pytest.mark.parametrize("selector", ["guided", "deviation", None])
+def test_nothing_reused_never_pays(costs: ForwardCosts, selector: str | None) -> None:
+    for runs in ([], [exact(500)]):
+        estimate = costs.estimate(runs, 1000, 0.1, selector)
+        assert not estimate.pays
+        assert estimate.reuse >= estimate.prefill
+
+
+def test_long_runs_pay_and_crumbs_do_not(costs: ForwardCosts) -> None:
+    assert costs.estimate([moved(10, 1900)], 2000, 0.15, "guided").pays
+    crumbs = [moved(start, start + 32) for start in range(0, 2000, 250)]
+    assert not costs.estimate(crumbs, 2000, 0.15, "guided").pays
+    assert not costs.estimate([moved(10, 1900)], 2000, 1.0, "guided").pays
+
+
+def test_more_recomputing_costs_more(costs: ForwardCosts) -> None:
+    runs = [exact(100), moved(100, 1900)]
+    estimates = [costs.estimate(runs, 2000, ratio, "guided") for ratio in (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)]
+    reuse = [estimate.reuse for estimate in estimates]
+    assert reuse == sorted(set(reuse))
+    assert len({estimate.prefill for estimate in estimates}) == 1
+
+
+def test_prefill_is_what_stands_behind_the_exact_part(costs: ForwardCosts) -> None:
+    whole = costs.estimate([moved(500, 900)], 1000, 0.1, "guided").prefill
+    behind = costs.estimate([exact(500), moved(500, 900)], 1000, 0.1, "guided").prefill
+    assert whole == costs.forward(np.arange(1000))
+    assert behind == costs.forward(np.arange(500, 1000)) < whole
+
+
+def test_the_way_of_choosing_has_its_price(costs: ForwardCosts) -> None:
+    runs = [moved(0, 1900)]
+    given, guided, deviation = (
+        costs.estimate(runs, 2000, 0.1, selector).reuse for selector in (None, "guided", "deviation")
+    )
+    assert given < guided < deviation
+    free = [costs.estimate(runs, 2000, 0.0, selector).reuse for selector in (None, "guided", "deviation")]
+    assert len(set(free)) == 1  # nothing is chosen where nothing is recomputed
+
+
+def test_an_estimate_in_words() -> None:
+    assert str(CostEstimate(prefill=200.0, reuse=50.0)) == (
+        "reuse: approximate reuse would cost 0.25 x of computing it (50 against 200 token forwards)"
+    )
+    assert str(CostEstimate(prefill=100.0, reuse=100.0)).startswith("prefill: ")
+    assert not CostEstimate(100.0, 100.0).pays
