@@ -1,1 +1,1 @@
-"""Adapters for other programs, one module each. Nothing here is imported by kvboost itself."""
+"""Adapters for other programs. Nothing here is imported by kvboost itself."""
