@@ -290,14 +290,14 @@ def test_targets_that_are_missed() -> None:
 def test_the_command(model: str, peers: Path, tmp_path: Path) -> None:
     arguments = ["bench", "serve", "--model", model, "--peers-dir", str(peers), "--only", "kvboost"]
     arguments += ["--requests", "4", "--rate", "100", "--prefix-tokens", "30-40", "--tail-tokens", "5"]
-    arguments += ["--new-tokens", "3", "--long-tokens", "0", "--serve-flags", "--max-rows 4"]
+    arguments += ["--new-tokens", "3", "--long-tokens", "0", "--serve-flags", "--max-sequences 4"]
     done = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "results")])
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["settings"]["prefix_tokens"] == [30, 40]
     assert record["settings"]["tail_tokens"] == [5, 5]
     command = record["servers"]["kvboost"]["command"]
-    assert command[-2:] == ["--max-rows", "4"]
+    assert command[-2:] == ["--max-sequences", "4"]
     assert json.loads((tmp_path / "results" / "serve-cpu.json").read_text()) == record
     for wrong in ("x", "5-3", "0-4"):
         done = CliRunner().invoke(main, ["bench", "serve", "--tail-tokens", wrong])

@@ -104,7 +104,7 @@ def test_stats(make_engine: MakeEngine, serve: Serve) -> None:
     assert stats["uptime_s"] > 0
     assert stats["worker"]["answered"] == 3
     assert stats["batch"]["max_sequences"] == 32
-    assert stats["batch"]["rows"] == 0
+    assert stats["batch"]["sequences"] == 0
     assert stats["batch"]["decoded_tokens"] == 12
     assert stats["batch"]["resident_tokens"] > 0
     assert stats["batch"]["kv_bytes"] > 0

@@ -26,7 +26,7 @@ def serve(*arguments: str) -> Result:
     [
         (["--port", "70000"], "--port"),
         (["--mode", "magic"], "--mode"),
-        (["--max-rows", "0"], "--max-rows"),
+        (["--max-sequences", "0"], "--max-sequences"),
         (["--timeout", "0"], "--timeout"),
         (["--max-request-bytes", "many"], "--max-request-bytes"),
         (["--max-request-bytes", "0"], "--max-request-bytes"),
@@ -152,7 +152,7 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(runner, "make_server", make_server)
     monkeypatch.setattr("kvboost.cli.session._load", load)
     (tmp_path / "folder").mkdir()
-    flags = "--port 0 --mode baseline --no-batching --max-rows 3 --batch-tokens 999 --max-waiting 7 "
+    flags = "--port 0 --mode baseline --no-batching --max-sequences 3 --batch-tokens 999 --max-waiting 7 "
     flags += "--timeout 1.5 --shutdown-timeout 2 --max-request-bytes 1MB --default-max-tokens 9 "
     flags += "--read-timeout 3.5 --keep-alive 4.5 --max-messages 11 "
     flags += "--max-prompt-characters 12 --max-waiting-per-key 5 --log-prompts --max-chunks 4 "

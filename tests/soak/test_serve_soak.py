@@ -64,7 +64,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command = [*KVBOOST_COMMAND, "serve", model, "--served-model-name", "soak", "--port", "{port}"]
         command += ["--api-key", "ann:a", "--api-key", "bob:b", "--api-key", "eve", "--admin-key", ADMIN]
         command += [
-            "--max-rows",
+            "--max-sequences",
             "6",
             "--max-waiting",
             "16",
@@ -122,7 +122,7 @@ async def until_idle(server: ServerProcess) -> dict[str, Any]:
     while time.monotonic() < deadline:
         stats = await stats_of(server)
         worker, batch = stats["worker"], stats["batch"]
-        if worker["running"] == worker["waiting"] == batch["rows"] == 0:
+        if worker["running"] == worker["waiting"] == batch["sequences"] == 0:
             return stats
         await asyncio.sleep(0.2)
     raise AssertionError(f"somebody is stuck: {stats['worker']}, {stats['batch']}")

@@ -70,7 +70,7 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
     "--serve-flags",
     default="",
     metavar="FLAGS",
-    help='More flags for both of kvboost\'s servers, e.g. "--max-rows 8".',
+    help='More flags for both of kvboost\'s servers, e.g. "--max-sequences 8".',
 )
 @click.option(
     "--peers-dir",

@@ -224,7 +224,7 @@ class WorkerBody(Answer):
 class BatchBody(Answer):
     """The running batch now, and what it has done."""
 
-    rows: int
+    sequences: int
     max_sequences: int
     resident_tokens: int
     steps: int

@@ -221,7 +221,7 @@ class Service:
             return None
         counts = batch.counts
         return BatchBody(
-            rows=len(batch.rows),
+            sequences=len(batch.rows),
             max_sequences=batch.max_sequences,
             resident_tokens=self._batch_slots - batch.radix_tree.pool.free,
             steps=counts.steps,

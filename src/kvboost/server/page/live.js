@@ -20,7 +20,7 @@ import {
 const EVERY_MS = 1500;
 const AFTER_FAILURE_MS = 5000;
 const PATIENCE_MS = 10_000;
-const MOST_CELLS = 64; // rows of the batch drawn as cells
+const MOST_CELLS = 64; // sequences of the batch drawn as cells
 
 export class Live {
   #api;
@@ -197,14 +197,14 @@ function batch({ batch: now, worker }) {
       element("p", { class: "aside" }, "Batching is off: one request after the other."),
       factList(answered),
     ];
-  const rows = now.rows
-    ? `${plural(now.rows, "row")} of ${number(now.max_rows)}`
-    : `idle, room for ${plural(now.max_rows, "row")}`;
+  const used = now.sequences
+    ? `${number(now.sequences)} of ${number(now.max_sequences)}`
+    : `idle, room for ${number(now.max_sequences)}`;
   const parts = [
-    element("p", { class: "tier-head" }, element("strong", {}, "Rows"), element("span", {}, rows)),
+    element("p", { class: "tier-head" }, element("strong", {}, "Sequences"), element("span", {}, used)),
   ];
-  if (now.max_rows <= MOST_CELLS) parts.push(cells(now.rows, now.max_rows));
-  else parts.push(meter(now.rows / now.max_rows));
+  if (now.max_sequences <= MOST_CELLS) parts.push(cells(now.sequences, now.max_sequences));
+  else parts.push(meter(now.sequences / now.max_sequences));
   const work = [
     ["Steps", number(now.steps)],
     ["Tokens written", number(now.decoded_tokens)],
