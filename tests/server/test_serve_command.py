@@ -12,9 +12,10 @@ from click.testing import CliRunner, Result
 
 from kvboost.choices import GenerationMode
 from kvboost.cli.main import main
-from kvboost.cli.serve import MODES, _name_of, read_keys, size, with_memory
+from kvboost.cli.options import size
+from kvboost.cli.serve import _name_of, read_keys, with_memory
 from kvboost.server import runner
-from kvboost.server.settings import ApiKey, ServerSettings
+from kvboost.server.settings import MODES, ApiKey, ServerSettings
 
 
 def serve(*arguments: str) -> Result:
