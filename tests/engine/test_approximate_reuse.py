@@ -24,8 +24,8 @@ from kvboost.models import Borrow, CompositeChunk
 from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration
 from kvboost.reuse import repair
-from kvboost.reuse.assembler import CHAIN_REASON, LOSSY_REASON
 from kvboost.reuse.costs import CostEstimate
+from kvboost.reuse.plan import CHAIN_REASON, LOSSY_REASON
 from kvboost.reuse.policy import BIT_EXACT_REASON, NOT_CALIBRATED_REASON
 from kvboost.run import decode
 from kvboost.store.content_index import ContentIndex

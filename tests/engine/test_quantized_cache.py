@@ -20,7 +20,7 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv.arena import Arena, KVLayout, Packed
 from kvboost.kv.codec import KVCodec, StoredKV
 from kvboost.models import PastKVType
-from kvboost.reuse.assembler import CHAIN_REASON, LOSSY_REASON, QUANTIZED_REASON
+from kvboost.reuse.plan import CHAIN_REASON, LOSSY_REASON, QUANTIZED_REASON
 from kvboost.store.prefix_tree import below
 from tests.engine.test_approximate_reuse import (
     APPROXIMATE,

@@ -25,9 +25,9 @@ from kvboost.models import GenerationResult, ScoreResult, Span
 from kvboost.requests.prepared import LENGTH_REASON
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request, ScoreRequest
-from kvboost.reuse.assembler import PrefixPart, ReusePlan
 from kvboost.reuse.chunk_loader import ChunkLoader
 from kvboost.reuse.chunk_writer import ChunkWriter
+from kvboost.reuse.plan import PrefixPart, ReusePlan
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import decode
 from kvboost.run.packed_step import Extension, Segment, extend
@@ -237,7 +237,7 @@ class BatchRunner:
                 found.append(PrefixPart.of(plans[row], start, end, lane.start + in_place))
             return found
 
-        plans = self._loader.place_rows(
+        plans = self._loader.place_sequences(
             [partial(self._planned, request) for request in requests], parts, arena
         )
         rows = range(len(requests))

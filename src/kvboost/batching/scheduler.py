@@ -35,9 +35,9 @@ from kvboost.models import GenerationResult, Span
 from kvboost.requests.prepared import CHANGED_REASON, LENGTH_REASON
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request
-from kvboost.reuse.assembler import PrefixPart, ReusePlan
 from kvboost.reuse.chunk_loader import ChunkLoader
 from kvboost.reuse.chunk_writer import ChunkWriter
+from kvboost.reuse.plan import PrefixPart, ReusePlan
 from kvboost.run import decode
 from kvboost.run.packed_step import Extension, Segment, extend
 from kvboost.run.sampling import DecodingRow
@@ -342,7 +342,7 @@ class Scheduler:
             return found
 
         request = row.request
-        return self._loader.place_rows([partial(self._planned, request)], parts, self._arena)[0]
+        return self._loader.place_sequences([partial(self._planned, request)], parts, self._arena)[0]
 
     # --- a step ------------------------------------------------------------------------------
 

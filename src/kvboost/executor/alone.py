@@ -22,7 +22,7 @@ from kvboost.models import GenerationResult, ScoreResult, Span
 from kvboost.requests.prepared import LENGTH_REASON
 from kvboost.requests.request import Request, ScoreRequest
 from kvboost.reuse import repair
-from kvboost.reuse.assembler import ReusePlan
+from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import decode
 from kvboost.run.decode import Decoded

@@ -24,9 +24,10 @@ from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration
 from kvboost.requests.prompts import PromptReader, check_text
 from kvboost.requests.request import Request, RequestReader
-from kvboost.reuse.assembler import PromptAssembler, ReusePlan
+from kvboost.reuse.assembler import PromptAssembler
 from kvboost.reuse.chunk_loader import ChunkLoader
 from kvboost.reuse.chunk_writer import ChunkWriter
+from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.policy import Approximation
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import sampling

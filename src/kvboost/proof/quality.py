@@ -21,7 +21,8 @@ from kvboost.kv import rope
 from kvboost.kv.arena import Arena, KVLayout
 from kvboost.models import ReusedRun
 from kvboost.reuse import repair
-from kvboost.reuse.assembler import PromptAssembler, ReusePlan
+from kvboost.reuse.assembler import PromptAssembler
+from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.repair import RepairStrategy, positions_of
 from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
 from kvboost.reuse.strategies.selective import SelectiveRecompute

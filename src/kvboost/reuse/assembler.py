@@ -6,195 +6,22 @@ was moved, `assemble` does both into an arena of its own and describes the outco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from kvboost.choices import AssemblyMode, Origin
+from kvboost.choices import AssemblyMode
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.kv.rope import KeyRotation
-from kvboost.models import AssembledPrompt, ReusedRun, Span, TokenIds
-from kvboost.reuse.costs import CostEstimate
-from kvboost.store.manager import ROOT, ContentMatch, KVCacheManager, PrefixMatch
+from kvboost.models import AssembledPrompt, TokenIds
+from kvboost.reuse.plan import Estimator, PrefixPart, ReusePlan, cut_pieces
+from kvboost.store.manager import ROOT, KVCacheManager, PrefixMatch
 from kvboost.store.matching import ChainMatch, ChunkMatch
-
-CHAIN_REASON = "repaired in an earlier request"
-LOSSY_REASON = "prefix, overlap encoding"
-QUANTIZED_REASON = "exact prefix, quantized"
-TOO_SHORT = "too short"
-
-
-@dataclass(frozen=True)
-class ReusePlan:
-    """What of a prompt of `total` tokens is reused, and why the rest is not.
-
-    The first `prefix_end` tokens come from `match`, those up to `chain_end` from the approximate chain of
-    an earlier request, and `content_runs` from anywhere. In overlap mode (`lossy_from`), prefix chunks that
-    start behind that position are not exact. `refusal` says why nothing approximate was taken.
-    """
-
-    total: int
-    match: PrefixMatch
-    prefix_end: int
-    reason: str
-    content: ContentMatch = field(default_factory=ContentMatch)
-    chain_end: int = 0
-    lossy_from: int | None = None
-    estimate: CostEstimate | None = None
-    refusal: str = ""
-
-    @property
-    def pieces(self) -> list[ChunkMatch]:
-        """The prefix matches, cut at `prefix_end`."""
-        return _cut(self.match.matches, 0, self.prefix_end)
-
-    def without(self, keys: set[str]) -> ReusePlan:
-        """The plan without chunks that cannot be had, and what depends on them."""
-        if not keys:
-            return self
-        first = next((p.start for p in self.pieces if p.chunk.chunk_id in keys), self.prefix_end)
-        chain_lost = any(piece.chunk.chunk_id in keys for piece in self.content.chain.pieces)
-        runs = tuple(
-            run for run in self.content.runs if not any(piece.chunk.chunk_id in keys for piece in run)
-        )
-        chain = ChainMatch() if chain_lost or first < self.prefix_end else self.content.chain
-        return replace(
-            self,
-            prefix_end=first,
-            chain_end=0 if chain_lost or first < self.prefix_end else self.chain_end,
-            content=replace(self.content, chain=chain, runs=runs),
-        )
-
-    @property
-    def chain_pieces(self) -> list[ChunkMatch]:
-        """What the chain borrows behind the prefix."""
-        return _cut(self.content.chain.pieces, self.prefix_end, self.chain_end)
-
-    @property
-    def moved_pieces(self) -> list[ChunkMatch]:
-        """What was found by content."""
-        return [piece for run in self.content.runs for piece in run]
-
-    def is_lossy(self, piece: ChunkMatch) -> bool:
-        """Whether a prefix piece was encoded without all that stands before it."""
-        return self.lossy_from is not None and piece.start > self.lossy_from
-
-    @property
-    def runs(self) -> tuple[ReusedRun, ...]:
-        """All that is reused, as runs; chain and moved ones are not exact."""
-        lossy = [piece for piece in self.pieces if self.is_lossy(piece)]
-        exact_end = lossy[0].start if lossy else self.prefix_end
-        runs = [ReusedRun(0, exact_end, 0, True)] if exact_end else []
-        runs += [ReusedRun(piece.start, piece.end, 0, False) for piece in lossy]
-        if self.chain_end > self.prefix_end:
-            runs.append(ReusedRun(self.prefix_end, self.chain_end, 0, False))
-        moved = (ReusedRun(run[0].start, run[-1].end, run[0].shift, False) for run in self.content.runs)
-        return (*runs, *moved)
-
-    @property
-    def repair_runs(self) -> tuple[ReusedRun, ...]:
-        """The runs as repair sees them: a chain was repaired once and is left alone."""
-        chain = (self.prefix_end, self.chain_end)
-        return tuple(run._replace(exact=run.exact or run[:2] == chain) for run in self.runs)
-
-    @property
-    def needs_repair(self) -> bool:
-        return any(not run.exact for run in self.repair_runs)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether something was found by content, and not as a prefix."""
-        return bool(self.content.runs)
-
-    @property
-    def first_approximate(self) -> int:
-        """Where exactness ends: all before it, reused or computed, is exact."""
-        return min((run.start for run in self.runs if not run.exact), default=self.total)
-
-    @property
-    def reused(self) -> int:
-        return sum(run.end - run.start for run in self.runs)
-
-    @property
-    def gaps(self) -> list[tuple[int, int]]:
-        """Stretches of the prompt that are not reused."""
-        edges = [0, *(edge for run in self.runs for edge in (run.start, run.end)), self.total]
-        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-
-    @property
-    def contiguous_end(self) -> int:
-        """How far the reused tokens reach without a gap from the start."""
-        return max(self.prefix_end, self.chain_end)
-
-    def spans(self, recomputed: np.ndarray | None = None) -> tuple[Span, ...]:
-        """Every prompt token's origin, in order; `recomputed` `[n]` are positions computed again."""
-        again = np.zeros(self.total, dtype=bool)
-        if recomputed is not None:
-            again[recomputed] = True
-        spans: list[Span] = []
-        for piece in self.pieces:
-            if self.is_lossy(piece):
-                spans += _approximate(piece.start, piece.end, piece.chunk.chunk_id, LOSSY_REASON, again)
-            else:
-                reason = QUANTIZED_REASON if piece.chunk.kv.codec.is_lossy else ""
-                spans.append(Span(piece.start, piece.end, Origin.EXACT, reason, piece.chunk.chunk_id))
-        if self.chain_end > self.prefix_end:
-            donor = self.content.chain.keys[-1]
-            spans.append(Span(self.prefix_end, self.chain_end, Origin.APPROXIMATE, CHAIN_REASON, donor))
-        for piece in self.moved_pieces:
-            reason = f"moved by {piece.shift:+d} positions" if piece.shift else "behind other text"
-            spans += _approximate(piece.start, piece.end, piece.chunk.chunk_id, reason, again)
-        return tuple(self._with_live(spans))
-
-    def _with_live(self, spans: list[Span]) -> Iterator[Span]:
-        """The spans with live ones in their gaps."""
-        at = 0
-        for span in [*spans, Span(self.total, self.total, Origin.LIVE)]:
-            if span.start > at:
-                yield Span(at, span.start, Origin.LIVE, self._why_live(at, span.start))
-            if span.length:
-                yield span
-            at = span.end
-
-    def _why_live(self, start: int, end: int) -> str:
-        if not self.content.runs or start == self.prefix_end:
-            return self.reason
-        return "never stored" if end - start >= _MIN_GAP_TOKENS else TOO_SHORT
-
-
-class PrefixPart(NamedTuple):
-    """Exact pieces of a plan, and by how many slots their place differs from their position."""
-
-    pieces: list[ChunkMatch]
-    shift: int
-
-    @classmethod
-    def of(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PrefixPart:
-        """What `plan` has of positions `[start, end)`, of which the first goes to `slot`."""
-        return cls(_cut(plan.pieces, start, end), slot - start)
-
-
-Estimator = Callable[[ReusePlan], CostEstimate]
-_MIN_GAP_TOKENS = 32  # a gap shorter than this could not have been found
-
-
-def _cut(pieces: Sequence[ChunkMatch], start: int, end: int) -> list[ChunkMatch]:
-    return [part for piece in pieces if (part := piece.within(start, end)) is not None]
-
-
-def _approximate(start: int, end: int, donor: str, reason: str, again: np.ndarray) -> Iterator[Span]:
-    """Spans of `[start, end)`, recomputed or approximate as `again` `[tokens]` says."""
-    changes = np.flatnonzero(np.diff(again[start:end])) + start + 1
-    edges = [start, *changes.tolist(), end]
-    for first, last in pairwise(edges):
-        yield Span(first, last, Origin.RECOMPUTED if again[first] else Origin.APPROXIMATE, reason, donor)
 
 
 class PromptAssembler:
@@ -306,8 +133,8 @@ class PromptAssembler:
     def chunks_needed(self, plan: ReusePlan, exact_already: int = 0, any_already: int = 0) -> list[KeptChunk]:
         """The chunks that `place` will copy from."""
         pieces = [
-            *_cut(plan.pieces, exact_already, plan.prefix_end),
-            *_cut(plan.chain_pieces, max(plan.prefix_end, any_already), plan.chain_end),
+            *cut_pieces(plan.pieces, exact_already, plan.prefix_end),
+            *cut_pieces(plan.chain_pieces, max(plan.prefix_end, any_already), plan.chain_end),
             *plan.moved_pieces,
         ]
         return list({piece.chunk.chunk_id: piece.chunk for piece in pieces}.values())
@@ -326,10 +153,10 @@ class PromptAssembler:
         `loaded` has the KV of chunks that lie on disk.
         """
         loaded = loaded or {}
-        for piece in _cut(plan.pieces, exact_already, plan.prefix_end):
+        for piece in cut_pieces(plan.pieces, exact_already, plan.prefix_end):
             _copy(piece, arena, loaded)
         chain_start = max(plan.prefix_end, any_already)
-        self._place_moved(_cut(plan.chain_pieces, chain_start, plan.chain_end), arena, loaded)
+        self._place_moved(cut_pieces(plan.chain_pieces, chain_start, plan.chain_end), arena, loaded)
         for overlay in plan.content.chain.overlays if plan.chain_end > chain_start else ():
             inside = (overlay.positions >= chain_start) & (overlay.positions < plan.chain_end)
             columns = torch.from_numpy(np.flatnonzero(inside))

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 from kvboost.kv.arena import Arena
-from kvboost.reuse.assembler import PrefixPart, PromptAssembler, ReusePlan
+from kvboost.reuse.assembler import PromptAssembler
+from kvboost.reuse.plan import PrefixPart, ReusePlan
 from kvboost.store.manager import KVCacheManager
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ChunkLoader:
                 return plan
             self._forget(failed)
 
-    def place_rows(
+    def place_sequences(
         self, planned: Sequence[Planned], parts: Callable[[list[ReusePlan]], list[PrefixPart]], arena: Arena
     ) -> list[ReusePlan]:
         """Plan many prompts, and place the `parts` of them that an arena of rows needs."""

@@ -19,7 +19,7 @@ from kvboost.kv.arena import Arena, Packed
 from kvboost.kv.codec import KVCodec
 from kvboost.models import Borrow, CompositeChunk
 from kvboost.requests.prepared import CHANGED_REASON
-from kvboost.reuse.assembler import ReusePlan
+from kvboost.reuse.plan import ReusePlan
 from kvboost.store.chunking import ChunkRegistry
 from kvboost.store.manager import KVCacheManager, StoreReport
 from kvboost.store.matching import ChunkMatch

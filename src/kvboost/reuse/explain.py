@@ -12,7 +12,7 @@ from typing import Any
 from kvboost import html_view
 from kvboost.choices import Origin
 from kvboost.models import Span
-from kvboost.reuse.assembler import ReusePlan
+from kvboost.reuse.plan import ReusePlan
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from kvboost.choices import RecomputeStrategy
 from kvboost.kv import rope
-from kvboost.reuse.assembler import ReusePlan
 from kvboost.reuse.costs import CostEstimate, ForwardCosts
+from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.repair import RepairStrategy, positions_of
 from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
 from kvboost.reuse.strategies.selective import SelectiveRecompute
