@@ -50,12 +50,12 @@ class ReadRecord:
         """Keys and values per layer, [heads, tokens, head_dim]; bfloat16 comes as float32. 16 bits only."""
         expect(self.meta["bits"] == 16, "this chunk is quantized")
         slabs = []
-        for (dtype, rows, head_dim), piece in zip(self.meta["slabs"], self.slabs(), strict=True):
+        for (dtype, heads, head_dim), piece in zip(self.meta["slabs"], self.slabs(), strict=True):
             if dtype == "bfloat16":
                 array = (np.frombuffer(piece, "<u2").astype("<u4") << 16).view("<f4")
             else:
                 array = np.frombuffer(piece, f"<f{ITEM_BYTES[dtype]}")
-            slabs.append(array.reshape(rows, len(self.token_ids), head_dim))
+            slabs.append(array.reshape(heads, len(self.token_ids), head_dim))
         return [
             (slabs[key[0]][key[1] : key[2]], slabs[value[0]][value[1] : value[2]])
             for key, value in self.meta["layers"]
@@ -85,7 +85,7 @@ def eights(size: int) -> int:
 
 
 def blocks(meta: dict[str, Any], slab: int) -> list[tuple[int, list[int], int]]:
-    """Per block of a slab, keys first: (0 = keys or 1 = values, the first row of each layer, heads)."""
+    """Per block of a slab, keys first: (0 = keys or 1 = values, first head per layer, heads per layer)."""
     found = []
     for side in (0, 1):
         starts: dict[tuple[int, int], list[int]] = {}
@@ -119,13 +119,13 @@ def section_shapes(meta: dict[str, Any], slab: int, tokens: int) -> list[tuple[s
             steps = (-(-tokens // group), head_dim)
         else:
             steps = (tokens, head_dim // group if head_dim % group == 0 else 1)
-        rows = (len(firsts), heads)
+        lead = (len(firsts), heads)
         found += [
-            ("codes", (*rows, tokens, code_bytes), "u1"),
-            ("steps", (*rows, *steps), "<f2"),
-            ("minima", (*rows, *steps), "<f2"),
-            ("exponents", (*rows, 1, 1), "<i2"),
-            ("first", (*rows, 1, head_dim), "<f2"),
+            ("codes", (*lead, tokens, code_bytes), "u1"),
+            ("steps", (*lead, *steps), "<f2"),
+            ("minima", (*lead, *steps), "<f2"),
+            ("exponents", (*lead, 1, 1), "<i2"),
+            ("first", (*lead, 1, head_dim), "<f2"),
         ]
     return found
 
@@ -133,7 +133,7 @@ def section_shapes(meta: dict[str, Any], slab: int, tokens: int) -> list[tuple[s
 def slab_sizes(meta: dict[str, Any], tokens: int) -> list[int]:
     """Bytes of each slab of the payload."""
     if meta["bits"] == 16:
-        return [rows * tokens * head_dim * ITEM_BYTES[dtype] for dtype, rows, head_dim in meta["slabs"]]
+        return [heads * tokens * head_dim * ITEM_BYTES[dtype] for dtype, heads, head_dim in meta["slabs"]]
     return [
         sum(
             eights(int(np.prod(shape)) * np.dtype(dtype).itemsize)
@@ -170,10 +170,10 @@ def decoded(record: ReadRecord) -> list[tuple[np.ndarray, np.ndarray]]:
     """Keys and values of each layer of a quantized chunk, [heads, tokens, head_dim], float64."""
     meta, tokens = record.meta, len(record.token_ids)
     slabs = []
-    for number, ((_, rows, head_dim), arrays) in enumerate(
+    for number, ((_, num_heads, head_dim), arrays) in enumerate(
         zip(meta["slabs"], record.sections(), strict=True)
     ):
-        slab = np.empty((rows, tokens, head_dim))
+        slab = np.empty((num_heads, tokens, head_dim))
         parts = iter(arrays)
         for side, firsts, heads in blocks(meta, number):
             named = dict(next(parts) for _ in range(5))

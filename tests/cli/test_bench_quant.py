@@ -17,8 +17,9 @@ from kvboost.bench.quant import NAIVE, VARIANTS, QuantSettings, quantize_in_plac
 from kvboost.cli import bench_quant, bench_view
 from kvboost.cli.main import main
 from kvboost.errors import InvalidRequestError
-from kvboost.kv.arena import Arena, probe_layout
+from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec
+from kvboost.kv.layout import probe_layout
 from kvboost.kv.rope import learn_rotation
 from tests.tiny_models import tiny_model
 

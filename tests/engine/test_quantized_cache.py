@@ -17,8 +17,9 @@ from kvboost import CachedChunk, KVBoost, KVCacheManager, chained_hash
 from kvboost.choices import AssemblyMode, KVBits, Origin
 from kvboost.errors import CacheFileError, InvalidRequestError
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.arena import Arena, KVLayout, Packed
+from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec, StoredKV
+from kvboost.kv.layout import KVLayout, Packed
 from kvboost.models import PastKVType
 from kvboost.reuse.plan import CHAIN_REASON, LOSSY_REASON, QUANTIZED_REASON
 from kvboost.store.prefix_tree import below

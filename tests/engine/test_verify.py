@@ -241,8 +241,8 @@ def test_swapped_layers_in_the_store(make_engine: MakeEngine, monkeypatch: pytes
             (slab,) = between(start, end)
             layers = list(engine.layout.layers)
             order = [layers[2], layers[1], layers[0]]
-            rows = [row for pair in order for part in pair for row in range(part.start, part.end)]
-            return (slab[rows],)
+            heads = [head for pair in order for part in pair for head in range(part.start, part.end)]
+            return (slab[heads],)
 
         return right(self, token_ids, wrong, namespace, **options)
 

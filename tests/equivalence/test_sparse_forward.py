@@ -19,7 +19,8 @@ from transformers import DynamicCache
 from kvboost import CacheBlendRecompute, KVBoost, SelectiveRecompute
 from kvboost.choices import AssemblyMode, Origin
 from kvboost.kernels import attention
-from kvboost.kv.arena import Arena, probe_layout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import probe_layout
 from kvboost.models import AssembledPrompt
 from kvboost.reuse import repair
 from kvboost.reuse.assembler import PromptAssembler

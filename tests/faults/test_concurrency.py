@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.arena import Packed
+from kvboost.kv.layout import Packed
 from kvboost.store.manager import ROOT, KVCacheManager
 from tests.unit.fake_kv import CODEC, TOKEN_SIZE, check_cover, check_kv, extractor, store, user_chunk
 

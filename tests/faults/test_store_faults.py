@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.errors import UnstorableKVError
-from kvboost.kv.arena import Packed
+from kvboost.kv.layout import Packed
 from kvboost.store.manager import ROOT, KVCacheManager
 from tests.unit.fake_kv import (
     CODEC,

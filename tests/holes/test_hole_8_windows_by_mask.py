@@ -18,7 +18,7 @@ from kvboost import KVBoost
 from kvboost.compat import TRANSFORMERS_VERSION
 from kvboost.errors import UnsupportedModelError
 from kvboost.kernels.windows import windows_of
-from kvboost.kv.arena import probe_layout
+from kvboost.kv.layout import probe_layout
 from kvboost.kv.rope import WINDOW_REASON, approximate_limit_tokens, learn_rotation
 from kvboost.proof.selftest import check_exactness
 from tests.sweep.tiny_configs import WINDOW, build

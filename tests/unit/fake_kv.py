@@ -1,6 +1,6 @@
 """KV tensors whose every number follows from the tokens before it, so that a wrong one shows.
 
-The value at position p, row r is a fingerprint of the tokens up to and including p, plus r. Two
+The value at position p, head r is a fingerprint of the tokens up to and including p, plus r. Two
 layers with differing head sizes make two slabs. float64 holds the fingerprints exactly.
 """
 
@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.arena import KVLayout, Packed
 from kvboost.kv.codec import KVCodec
+from kvboost.kv.layout import KVLayout, Packed
 from kvboost.models import CachedChunk, PastKVType, chained_hash, content_hash_from_tokens
 from kvboost.store.chunking import ChunkRegistry
 from kvboost.store.manager import ROOT, ChunkMatch, KVCacheManager, StoreReport
@@ -37,8 +37,8 @@ def past_of(tokens: Sequence[int], start: int, end: int) -> PastKVType:
     )
     pairs = []
     for layer, (heads, dim) in enumerate(_HEADS):
-        rows = torch.arange(heads, dtype=torch.float64).view(1, heads, 1, 1) + 4 * layer
-        keys = (marks.view(1, 1, -1, 1) + rows).expand(1, heads, end - start, dim).contiguous()
+        offsets = torch.arange(heads, dtype=torch.float64).view(1, heads, 1, 1) + 4 * layer
+        keys = (marks.view(1, 1, -1, 1) + offsets).expand(1, heads, end - start, dim).contiguous()
         pairs.append((keys, keys + 2))
     return tuple(pairs)
 

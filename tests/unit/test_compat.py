@@ -35,7 +35,8 @@ from kvboost.compat import (
     text_config,
 )
 from kvboost.errors import UnsupportedModelError
-from kvboost.kv.arena import Arena, probe_layout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import probe_layout
 from kvboost.kv.rope import KeyRotation, learn_rotation
 from kvboost.proof.selftest import check_exactness
 from kvboost.run import packed_step as rows

@@ -30,7 +30,8 @@ from kvboost.choices import Origin
 from kvboost.compat import text_config
 from kvboost.errors import InvalidRequestError
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.arena import Arena, KVLayout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
 from kvboost.models import GenerationResult, Span
 from kvboost.requests.prepared import CHANGED_REASON, LENGTH_REASON
 from kvboost.requests.prompts import PromptReader

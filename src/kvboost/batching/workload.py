@@ -17,7 +17,7 @@ import torch
 from kvboost.batching.fixed_batch import ModelChangedError, Outcome
 from kvboost.batching.prefixes import split_into_batches
 from kvboost.errors import InvalidRequestError, PartialResultsError
-from kvboost.kv.arena import KVLayout
+from kvboost.kv.layout import KVLayout
 from kvboost.requests.request import Request
 
 MAX_SEQUENCES = 64  # beyond this a step takes longer in the same measure, and first tokens come later

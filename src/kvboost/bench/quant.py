@@ -23,8 +23,9 @@ from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
 from kvboost.choices import BITS, KVBits
 from kvboost.errors import InvalidRequestError
-from kvboost.kv.arena import Arena, KVLayout, row_blocks
+from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec
+from kvboost.kv.layout import KVLayout, head_blocks
 from kvboost.kv.quantize import KEYS, VALUES, Scheme, dequantize_into, quantize
 from kvboost.kv.rope import KeyRotation, learn_rotation
 from kvboost.locks import model_lock
@@ -250,7 +251,7 @@ def quantize_in_place(
     if variant.before_rotation and isinstance(rotation, KeyRotation):
         rotation.rotate_(slabs, layout, 0, tokens, -positions)
     for side, scheme in enumerate((variant.keys, variant.values)):
-        for block in row_blocks(pair[side] for pair in layout.layers):
+        for block in head_blocks(pair[side] for pair in layout.layers):
             for start in range(0, tokens, chunk_size):
                 view = block.of(slabs[block.slab][:, start : min(start + chunk_size, tokens)])
                 dequantize_into(quantize(view, scheme), view)
@@ -280,9 +281,9 @@ def bytes_of_float16(engine: Any, variant: Variant) -> float:
     size, layout = engine.chunk_size, engine.layout
     stored = numbers = 0
     for pair in layout.layers:
-        for rows, scheme in zip(pair, (variant.keys, variant.values), strict=True):
-            heads, head_dim = rows.end - rows.start, layout.slabs[rows.slab].head_dim
-            stored += heads * scheme.row_bytes(size, head_dim)
+        for where, scheme in zip(pair, (variant.keys, variant.values), strict=True):
+            heads, head_dim = where.end - where.start, layout.slabs[where.slab].head_dim
+            stored += heads * scheme.head_bytes(size, head_dim)
             numbers += heads * size * head_dim
     return stored / (2 * numbers)
 
@@ -361,7 +362,7 @@ def _width(
 ) -> dict[str, Any]:
     """What a width takes: bytes of a whole chunk, and time; speeds are GB of KV as computed a second."""
     size, layout, times = engine.chunk_size, engine.layout, all_times[bits]
-    numbers = sum(spec.rows * spec.head_dim for spec in layout.slabs) * size
+    numbers = sum(spec.heads * spec.head_dim for spec in layout.slabs) * size
     moved_bytes = settings.ttft_tokens // size * size * layout.bytes_per_token
     stored = KVCodec(layout, bits).bytes_for(size)
     ratios = [mine / plain for mine, plain in zip(times.ttft_ms, all_times[16].ttft_ms, strict=True)]

@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from kvboost.kv.arena import KVLayout, Packed
 from kvboost.kv.codec import KVCodec
+from kvboost.kv.layout import KVLayout, Packed
 from kvboost.store.chunking import ChunkRegistry
 from kvboost.store.manager import KVCacheManager, StoreReport
 

@@ -23,8 +23,8 @@ import xxhash
 
 from kvboost.choices import is_width
 from kvboost.errors import CacheFileError
-from kvboost.kv.arena import KVLayout, RowRange, SlabSpec
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
+from kvboost.kv.layout import HeadRange, KVLayout, SlabSpec
 from kvboost.models import CachedChunk, content_hash_from_tokens, token_bytes
 
 MAGIC = b"KVBSLOT\0"
@@ -141,7 +141,7 @@ def to_record(
         "access_count": chunk.access_count,
         "recomputed": chunk.recomputed,
         "bits": kv.codec.bits,
-        "slabs": [[str(s.dtype).removeprefix("torch."), s.rows, s.head_dim] for s in kv.codec.layout.slabs],
+        "slabs": [[str(s.dtype).removeprefix("torch."), s.heads, s.head_dim] for s in kv.codec.layout.slabs],
         "layers": [[[r.slab, r.start, r.end] for r in pair] for pair in kv.codec.layout.layers],
     }
     description = json.dumps(meta, separators=(",", ":")).encode()
@@ -225,8 +225,8 @@ def _codec_of(description: str) -> KVCodec:
     if not is_width(bits):
         raise CacheFileError(f"unknown width {bits!r}")
     cpu = torch.device("cpu")
-    specs = tuple(SlabSpec(cpu, _dtype(name), int(head_dim), int(rows)) for name, rows, head_dim in slabs)
-    ranges = tuple((RowRange(*map(int, key)), RowRange(*map(int, value))) for key, value in layers)
+    specs = tuple(SlabSpec(cpu, _dtype(name), int(head_dim), int(heads)) for name, heads, head_dim in slabs)
+    ranges = tuple((HeadRange(*map(int, key)), HeadRange(*map(int, value))) for key, value in layers)
     return KVCodec(KVLayout(specs, ranges), bits)
 
 

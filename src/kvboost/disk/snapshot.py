@@ -266,7 +266,7 @@ def _read(path: Path) -> bytes:
 
 
 def _layout_row(codec: KVCodec) -> list[list[Any]]:
-    return [[str(spec.dtype), spec.rows, spec.head_dim] for spec in codec.layout.slabs]
+    return [[str(spec.dtype), spec.heads, spec.head_dim] for spec in codec.layout.slabs]
 
 
 def _sync(path: Path) -> None:

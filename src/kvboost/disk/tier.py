@@ -463,6 +463,6 @@ def _same_form(one: KVCodec, other: KVCodec) -> bool:
     return (
         one.bits == other.bits
         and one.layout.layers == other.layout.layers
-        and [(s.dtype, s.rows, s.head_dim) for s in one.layout.slabs]
-        == [(s.dtype, s.rows, s.head_dim) for s in other.layout.slabs]
+        and [(s.dtype, s.heads, s.head_dim) for s in one.layout.slabs]
+        == [(s.dtype, s.heads, s.head_dim) for s in other.layout.slabs]
     )

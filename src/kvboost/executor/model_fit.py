@@ -20,7 +20,7 @@ from kvboost.identity.model_state import ModelState, ModelWatch
 from kvboost.identity.namespace import Namespace, NamespaceTracker
 from kvboost.kernels import linears
 from kvboost.kv import rope
-from kvboost.kv.arena import probe_layout
+from kvboost.kv.layout import probe_layout
 from kvboost.locks import model_lock
 from kvboost.proof.selftest import check_exactness
 from kvboost.requests.request import Request

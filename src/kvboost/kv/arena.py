@@ -1,175 +1,24 @@
 """The arena: a Hugging Face `Cache` that owns its positions and never concatenates.
 
-All layers of a request live in one buffer, a slab `[batch, rows, capacity, head_dim]` whose rows
-are the KV heads of all layers (one slab per device, dtype and head size; mostly just one). A
-layer's keys are a view of some rows, so a stored chunk `[rows, tokens, head_dim]` is placed by a
-single strided copy, and decoding writes in place. Together with compat.py this module absorbs the
-differences between transformers' cache interfaces. It does not know where KV comes from.
+The KV of all layers lies in slabs `[batch, heads, capacity, head_dim]` (layout.py), mostly in just one.
+A layer's keys are a view of some of its heads, so a stored chunk `[heads, tokens, head_dim]` is placed by
+a single strided copy, and decoding writes in place. A slot is one of the `capacity` places for a token.
+Together with compat.py this module absorbs the differences between transformers' cache interfaces. It
+does not know where KV comes from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvboost.compat import CROP_ZERO_EMPTIES, probing
-from kvboost.errors import UnsupportedModelError
+from kvboost.compat import CROP_ZERO_EMPTIES
+from kvboost.kv.layout import KVLayout, Packed
 from kvboost.models import PastKVType
-
-Packed = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class SlabSpec:
-    """Rows that share device, dtype and head size."""
-
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """Rows `[start, end)` of slab number `slab`."""
-
-    slab: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows of slab number `slab`: `heads` of them, again at every one of `firsts`."""
-
-    slab: int
-    firsts: range
-    heads: int
-
-    @property
-    def rows(self) -> int:
-        return len(self.firsts) * self.heads
-
-    def of(self, slab: torch.Tensor) -> torch.Tensor:
-        """The view `[..., layers, heads, tokens, head_dim]` of a slab `[..., rows, tokens, head_dim]`."""
-        between = slab.narrow(-3, self.firsts[0], self.firsts[-1] + self.heads - self.firsts[0])
-        return between.unfold(-3, self.heads, self.firsts.step).movedim(-1, -3)
-
-
-def row_blocks(ranges: Iterable[RowRange]) -> list[RowBlock]:
-    """Ranges gathered into as few blocks as possible: of most models, one."""
-    starts: dict[tuple[int, int], list[int]] = {}
-    for rows in ranges:
-        starts.setdefault((rows.slab, rows.end - rows.start), []).append(rows.start)
-    return [
-        RowBlock(slab, firsts, heads)
-        for (slab, heads), numbers in starts.items()
-        for firsts in _equal_steps(sorted(numbers))
-    ]
-
-
-def _equal_steps(numbers: list[int]) -> list[range]:
-    """Cut ascending numbers into runs of equal steps, each as a range."""
-    runs: list[range] = []
-    for number in numbers:
-        last = runs[-1] if runs else None
-        if last is not None and len(last) == 1:
-            runs[-1] = range(last[0], number + 1, number - last[0])
-        elif last is not None and number == last[-1] + last.step:
-            runs[-1] = range(last[0], number + 1, last.step)
-        else:
-            runs.append(range(number, number + 1))
-    return runs
-
-
-@dataclass(frozen=True)
-class KVLayout:
-    """Which rows of which slab hold the keys and the values of each layer."""
-
-    slabs: tuple[SlabSpec, ...]
-    layers: tuple[tuple[RowRange, RowRange], ...]
-
-    @classmethod
-    def of(cls, past_key_values: PastKVType) -> KVLayout:
-        """The layout of tensors `[batch, kv_heads, tokens, head_dim]` as a model made them."""
-        groups: dict[tuple[torch.device, torch.dtype, int], int] = {}
-        rows: list[int] = []
-
-        def take(tensor: torch.Tensor) -> RowRange:
-            group = (tensor.device, tensor.dtype, tensor.shape[3])
-            slab = groups.setdefault(group, len(groups))
-            if slab == len(rows):
-                rows.append(0)
-            start = rows[slab]
-            rows[slab] += tensor.shape[1]
-            return RowRange(slab, start, rows[slab])
-
-        layers = tuple((take(key), take(value)) for key, value in past_key_values)
-        slabs = tuple(SlabSpec(*group, rows=rows[slab]) for group, slab in groups.items())
-        return cls(slabs, layers)
-
-    @cached_property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's KV over all layers."""
-        return sum(spec.rows * spec.head_dim * spec.dtype.itemsize for spec in self.slabs)
-
-    def pack(self, past_key_values: PastKVType, device: torch.device | None = None) -> Packed:
-        """Copy `[1, kv_heads, tokens, head_dim]` pairs into buffers `[rows, tokens, head_dim]`."""
-        tokens = past_key_values[0][0].shape[2]
-        packed = tuple(
-            torch.empty(spec.rows, tokens, spec.head_dim, dtype=spec.dtype, device=device or spec.device)
-            for spec in self.slabs
-        )
-        for pair, ranges in zip(past_key_values, self.layers, strict=True):
-            for tensor, where in zip(pair, ranges, strict=True):
-                packed[where.slab][where.start : where.end].copy_(tensor[0])
-        return packed
-
-    def unpack(self, packed: Packed) -> PastKVType:
-        """Views `[1, kv_heads, tokens, head_dim]` per layer of buffers `[rows, tokens, head_dim]`."""
-        return tuple(
-            (
-                packed[k.slab][k.start : k.end].unsqueeze(0),
-                packed[v.slab][v.start : v.end].unsqueeze(0),
-            )
-            for k, v in self.layers
-        )
-
-
-def probe_layout(model: Any) -> KVLayout:
-    """Learn the layout of a model's KV from a forward over two tokens."""
-    device = model.get_input_embeddings().weight.device
-    cache = DynamicCache()
-    with probing(model, "computing the KV of two tokens"):
-        model(
-            input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
-            past_key_values=cache,
-            use_cache=True,
-        )
-    expected = model.config.get_text_config(decoder=True).num_hidden_layers
-    pairs = [
-        (layer.keys, layer.values)
-        for layer in cache.layers
-        if isinstance(getattr(layer, "keys", None), torch.Tensor)
-    ]
-    if len(pairs) != expected:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} filled {len(pairs)} of {expected} cache layers with the KV of two "
-            "tokens; kvboost needs one key and value tensor per layer and token"
-        )
-    if kept := [key.shape[-2] for key, _ in pairs if key.shape[-2] != 2]:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} put the KV of {kept[0]} tokens into a cache layer when it read two; "
-            "kvboost needs one key and value tensor per layer and token"
-        )
-    return KVLayout.of(tuple(pairs))
 
 
 class ArenaLayer(CacheLayerMixin):
@@ -188,9 +37,9 @@ class ArenaLayer(CacheLayerMixin):
 
     def bind(self) -> None:
         """Take the views anew after the arena's slabs were replaced."""
-        key_rows, value_rows = self._arena.layout.layers[self._index]
-        self._keys = self._arena.slabs[key_rows.slab][:, key_rows.start : key_rows.end]
-        self._values = self._arena.slabs[value_rows.slab][:, value_rows.start : value_rows.end]
+        key, value = self._arena.layout.layers[self._index]
+        self._keys = self._arena.slabs[key.slab][:, key.start : key.end]
+        self._values = self._arena.slabs[value.slab][:, value.start : value.end]
 
     @property
     def keys(self) -> torch.Tensor:
@@ -271,7 +120,7 @@ class Arena(Cache):
         self.stop_after_layer: tuple[int, Exception] | None = None
         self.written_by: Callable[[], None] | None = None  # told of every forward that appends
         self.slabs = [
-            _zeros((batch, spec.rows, capacity, spec.head_dim), spec.dtype, spec.device)
+            _zeros((batch, spec.heads, capacity, spec.head_dim), spec.dtype, spec.device)
             for spec in layout.slabs
         ]
         super().__init__(layers=[ArenaLayer(self, index) for index in range(len(layout.layers))])
@@ -301,7 +150,7 @@ class Arena(Cache):
             layer.length = length
 
     def place_at(self, packed: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
-        """Copy buffers `[rows, n, head_dim]` to positions `[n]`, in every row."""
+        """Copy buffers `[heads, n, head_dim]` to positions `[n]` of every sequence."""
         for slab, part in zip(self.slabs, packed, strict=True):
             target = part.to(slab.device).expand(slab.shape[0], *part.shape)
             slab.index_copy_(2, positions.to(slab.device), target)
@@ -317,11 +166,11 @@ class Arena(Cache):
             slab[:, :, to : to + count] = slab[:, :, start : start + count]
 
     def gathered(self, positions: torch.Tensor) -> Packed:
-        """Copies of `positions` `[n]` of row 0, `[rows, n, head_dim]`."""
+        """Copies `[heads, n, head_dim]` of `positions` `[n]` of the first sequence."""
         return tuple(slab[0].index_select(1, positions.to(slab.device)) for slab in self.slabs)
 
     def between(self, start: int, end: int) -> Packed:
-        """Views of positions `[start, end)` of row 0, `[rows, tokens, head_dim]`."""
+        """Views `[heads, tokens, head_dim]` of positions `[start, end)` of the first sequence."""
         return tuple(slab[0, :, start:end] for slab in self.slabs)
 
     def as_past_key_values(self) -> PastKVType:
@@ -347,8 +196,8 @@ class Arena(Cache):
         capacity = max(needed, self.capacity + self.capacity // 2)
         larger = []
         for slab in self.slabs:
-            batch, rows, old, dim = slab.shape
-            target = _zeros((batch, rows, capacity, dim), slab.dtype, slab.device)
+            batch, heads, old, dim = slab.shape
+            target = _zeros((batch, heads, capacity, dim), slab.dtype, slab.device)
             target[:, :, :old] = slab
             larger.append(target)
         self._replace(larger)

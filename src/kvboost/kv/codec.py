@@ -1,8 +1,9 @@
 """The stored form of a chunk's KV: as computed, or quantized; its size, and its way into an arena.
 
-A codec belongs to one layout and one width. It turns raw buffers `[rows, tokens, head_dim]` into tensors to
-keep, and these, piece by piece, into an arena. What is kept is a flat tuple of tensors whose shapes follow
-from the number of tokens, so that files and checksums need to know no more. Knows no store and no tokens.
+A codec belongs to one layout and one width. It encodes raw buffers `[heads, tokens, head_dim]` into tensors
+to keep, and decodes these, piece by piece, into an arena. What is kept is a flat tuple of tensors whose
+shapes follow from the number of tokens, so that files and checksums need to know no more. Knows no store
+and no tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 from kvboost.choices import KVBits
-from kvboost.kv.arena import Arena, KVLayout, Packed, RowBlock, own_copy, row_blocks
+from kvboost.kv.arena import Arena, own_copy
+from kvboost.kv.layout import HeadBlock, KVLayout, Packed, head_blocks
 from kvboost.kv.quantize import (
     QuantizedTensor,
     Scheme,
@@ -33,22 +35,22 @@ _ALIGNMENT = 8  # bytes; every section of a buffer starts at a multiple of it
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one slab that are quantized alike."""
+    """Heads of one slab that are quantized alike."""
 
-    block: RowBlock
+    block: HeadBlock
     scheme: Scheme
     head_dim: int
 
     def sections(self, tokens: int) -> tuple[_Section, ...]:
         """Shape and type of its codes, steps, minima, exponents and first tokens."""
-        rows = (len(self.block.firsts), self.block.heads)
+        lead = (len(self.block.firsts), self.block.heads_per_layer)
         steps = self.scheme.steps_shape(tokens, self.head_dim)
         return (
-            ((*rows, tokens, self.scheme.code_bytes(self.head_dim)), torch.uint8),
-            ((*rows, *steps), torch.float16),
-            ((*rows, *steps), torch.float16),
-            ((*rows, 1, 1), torch.int16),
-            ((*rows, 1, self.head_dim), torch.float16),
+            ((*lead, tokens, self.scheme.code_bytes(self.head_dim)), torch.uint8),
+            ((*lead, *steps), torch.float16),
+            ((*lead, *steps), torch.float16),
+            ((*lead, 1, 1), torch.int16),
+            ((*lead, 1, self.head_dim), torch.float16),
         )
 
     def nbytes(self, tokens: int) -> int:
@@ -82,7 +84,7 @@ class KVCodec:
             parts = [
                 _Part(block, scheme, layout.slabs[block.slab].head_dim)
                 for side, scheme in enumerate(chosen)
-                for block in row_blocks(pair[side] for pair in layout.layers)
+                for block in head_blocks(pair[side] for pair in layout.layers)
             ]
             self._parts = tuple(
                 tuple(part for part in parts if part.block.slab == slab) for slab in range(len(layout.slabs))
@@ -99,13 +101,13 @@ class KVCodec:
     def specs(self, tokens: int) -> tuple[_Section, ...]:
         """Shape and type of every tensor that is kept of `tokens` tokens."""
         if self._parts is None:
-            return tuple(((spec.rows, tokens, spec.head_dim), spec.dtype) for spec in self.layout.slabs)
+            return tuple(((spec.heads, tokens, spec.head_dim), spec.dtype) for spec in self.layout.slabs)
         if tokens == 0:
             return tuple(((0,), torch.uint8) for _ in self._parts)
         return tuple(((sum(part.nbytes(tokens) for part in parts),), torch.uint8) for parts in self._parts)
 
     def encode(self, raw: Packed) -> StoredKV:
-        """Copies of buffers or views `[rows, tokens, head_dim]`, in the form in which they are kept.
+        """Copies of buffers or views `[heads, tokens, head_dim]`, in the form in which they are kept.
 
         Raises `UnstorableKVError` where the encoding cannot hold them.
         """
@@ -137,7 +139,7 @@ class KVCodec:
     ) -> None:
         """Write the tokens `[offset, end)` of what was kept to positions from `start` on.
 
-        `slabs` are `[rows, positions, head_dim]`.
+        `slabs` are `[heads, slots, head_dim]`.
         """
         if end <= offset:
             return
@@ -184,7 +186,7 @@ class StoredKV:
         return StoredKV(self.codec, (), self.tokens)
 
     def place(self, arena: Arena, start: int, offset: int, end: int) -> None:
-        """Write its tokens `[offset, end)` to positions from `start` on, in every row of the batch."""
+        """Write its tokens `[offset, end)` to positions from `start` on, in every sequence."""
         self.codec.decode_into(
             self.tensors, self.tokens, [slab[0] for slab in arena.slabs], start, offset, end
         )
@@ -193,12 +195,12 @@ class StoredKV:
             slab[1:, :, start:stop] = slab[:1, :, start:stop]
 
     def decoded(self, count: int | None = None) -> Packed:
-        """The first `count` tokens (None = all) as buffers `[rows, tokens, head_dim]`."""
+        """The first `count` tokens (None = all) as buffers `[heads, tokens, head_dim]`."""
         count = self.tokens if count is None else count
         if not self.codec.is_lossy:
             return tuple(part[:, :count] for part in self.tensors)
         out = tuple(
-            torch.empty(spec.rows, count, spec.head_dim, dtype=spec.dtype, device=tensor.device)
+            torch.empty(spec.heads, count, spec.head_dim, dtype=spec.dtype, device=tensor.device)
             for spec, tensor in zip(self.codec.layout.slabs, self.tensors, strict=True)
         )
         self.codec.decode_into(self.tensors, self.tokens, out, 0, 0, count)

@@ -26,7 +26,7 @@ from kvboost.models import PastKVType
 NOT_FINITE = "not finite"
 TOO_LARGE = "too large to be quantized"
 
-# The row's largest number is scaled to at least 2**9 and below 2**10, so that float16 holds steps and
+# A head's largest number is scaled to at least 2**9 and below 2**10, so that float16 holds steps and
 # minima of any size, and a Hadamard rotation of up to 1,024 channels does not overflow it.
 _TOP_EXPONENT = 10
 _LEAST_EXPONENT = -112  # numbers below 2**-112 lose precision rather than overflow the scaling
@@ -63,12 +63,12 @@ class Scheme:
         return head_dim if self.bits == 8 else (head_dim + 1) // 2
 
     def steps_shape(self, tokens: int, head_dim: int) -> tuple[int, int]:
-        """The shape of a row's steps, and of its minima."""
+        """The shape of a head's steps, and of its minima."""
         if self.per == "channel":
             return -(-tokens // self.group), head_dim
         return tokens, head_dim // self.group if head_dim % self.group == 0 else 1
 
-    def row_bytes(self, tokens: int, head_dim: int) -> int:
+    def head_bytes(self, tokens: int, head_dim: int) -> int:
         """Bytes of all that is stored of one head; the first token counts where it is kept."""
         groups = math.prod(self.steps_shape(tokens, head_dim))
         kept = 2 * head_dim if self.keep_first else 0
@@ -274,7 +274,7 @@ def dequantize_into(quantized: QuantizedTensor, out: torch.Tensor, start: int = 
         step = steps[..., groups, :].unsqueeze(_axis(scheme))
         if scheme.per == "channel":
             torch.addcmul(low, part, step, out=part)
-        else:  # faster where a whole row has one step
+        else:  # faster where all numbers of a token share one step
             part.mul_(step).add_(low)
         if direct:
             continue
@@ -317,7 +317,7 @@ def _pieces(start: int, end: int, scheme: Scheme) -> Iterator[tuple[int, int]]:
 
 
 def _groups_of(first: int, last: int, scheme: Scheme) -> slice:
-    """Which rows of steps belong to tokens `[first, last)`."""
+    """Which groups of steps belong to tokens `[first, last)`."""
     if scheme.per == "token":
         return slice(first, last)
     return slice(first // scheme.group, -(-last // scheme.group))

@@ -25,7 +25,8 @@ from kvboost.compat import (
     text_config,
 )
 from kvboost.kernels.windows import windows_of
-from kvboost.kv.arena import Arena, KVLayout, RowRange, row_blocks
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import HeadRange, KVLayout, head_blocks
 
 GATED_REASON = "gated: rope changes with length"
 LENGTH_REASON = "exact reuse only: rope changes with length"
@@ -157,7 +158,7 @@ class KeyRotation:
     ) -> None:
         """Move the keys at positions `[start, end)` of all layers by `shift`, in place.
 
-        `shift` is one number, or one for each of them `[end - start]`. `slabs` are `[..., rows, tokens,
+        `shift` is one number, or one for each of them `[end - start]`. `slabs` are `[..., heads, tokens,
         head_dim]` as `layout` says. The scale stays: what a rope type multiplies into its cos and sin
         (yarn) is in the keys already.
         """
@@ -180,14 +181,14 @@ class KeyRotation:
     ) -> Iterator[tuple[Turn, torch.Tensor]]:
         """Views `[..., layers, kv_heads, tokens, channels]` of keys that turn alike.
 
-        Rows of layers with the same turn mostly lie at equal distances, so that one view takes all.
+        The heads of layers with the same turn mostly lie at equal distances, so that one view takes all.
         """
-        groups: dict[Turn, list[RowRange]] = {}
-        for turn, (rows, _) in zip(self.layers, layout.layers, strict=True):
+        groups: dict[Turn, list[HeadRange]] = {}
+        for turn, (keys, _) in zip(self.layers, layout.layers, strict=True):
             if turn is not None:
-                groups.setdefault(turn, []).append(rows)
+                groups.setdefault(turn, []).append(keys)
         for turn, ranges in groups.items():
-            for block in row_blocks(ranges):
+            for block in head_blocks(ranges):
                 yield turn, block.of(slabs[block.slab][..., start:end, : turn.channels])
 
 
@@ -248,8 +249,8 @@ def learn_rotation(model: Any, layout: KVLayout) -> KeyRotation | str:
     key_errors = [_errors(candidate, layout, still, moved, part=0) for candidate in candidates]
     value_errors = _errors(none, layout, still, moved, part=1)
     chosen: list[Turn | None] = []
-    for layer, (rows, _) in enumerate(layout.layers):
-        tolerance = _TOLERANCE.get(layout.slabs[rows.slab].dtype, 1e-1)
+    for layer, (keys, _) in enumerate(layout.layers):
+        tolerance = _TOLERANCE.get(layout.slabs[keys.slab].dtype, 1e-1)
         errors = [of_layers[layer] for of_layers in key_errors]
         best = min(range(len(errors)), key=errors.__getitem__)
         turn = candidates[best].layers[layer]
@@ -281,7 +282,7 @@ def _known_turns(model: Any) -> list[Turn]:
 
 
 def _wherever_it_fits(turn: Turn, layout: KVLayout) -> KeyRotation:
-    head_dims = [layout.slabs[rows.slab].head_dim for rows, _ in layout.layers]
+    head_dims = [layout.slabs[keys.slab].head_dim for keys, _ in layout.layers]
     return KeyRotation(tuple(turn if turn.channels <= head_dim else None for head_dim in head_dims))
 
 

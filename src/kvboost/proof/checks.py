@@ -20,7 +20,8 @@ from kvboost.compat import SUPPORTED_ARCHITECTURES, architecture_of
 from kvboost.errors import InvalidRequestError
 from kvboost.identity.namespace import Namespace
 from kvboost.kv import rope
-from kvboost.kv.arena import Arena, KVLayout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
 from kvboost.kv.rope import KeyRotation
 from kvboost.models import GenerationResult, PastKVType
 from kvboost.proof.documents import plain_text

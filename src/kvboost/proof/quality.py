@@ -18,7 +18,8 @@ from transformers import DynamicCache
 from kvboost.choices import AssemblyMode
 from kvboost.identity.namespace import Namespace
 from kvboost.kv import rope
-from kvboost.kv.arena import Arena, KVLayout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
 from kvboost.models import ReusedRun
 from kvboost.reuse import repair
 from kvboost.reuse.assembler import PromptAssembler

@@ -18,7 +18,8 @@ from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
 from kvboost.kernels import attention
 from kvboost.kernels.windows import Windows, can_fold, kept_by_own_cache, windows_now
-from kvboost.kv.arena import Arena, KVLayout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
 from kvboost.run.packed_step import LOGIT_TOLERANCE, SMALL_WINDOW, trial_ids, trial_tokens
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.arena import Arena, Packed
+from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec
+from kvboost.kv.layout import Packed
 from kvboost.models import Borrow, CompositeChunk
 from kvboost.requests.prepared import CHANGED_REASON
 from kvboost.reuse.plan import ReusePlan
@@ -89,7 +90,7 @@ class ChunkWriter:
         *,
         position_offset: int = 0,
     ) -> StoreReport:
-        """Store `token_ids` `[tokens]`; `between(start, end)` gives KV `[rows, tokens, head_dim]`."""
+        """Store `token_ids` `[tokens]`; `between(start, end)` gives KV `[heads, tokens, head_dim]`."""
         if self._has_changed(namespace):
             return self.refuse(CHANGED_REASON)
         self._stored()
@@ -184,7 +185,7 @@ class ChunkWriter:
 
 
 def _from(arena: Arena, first: int) -> Callable[[int, int], Packed]:
-    """KV `[rows, tokens, head_dim]` of an arena's positions, counted from `first` on."""
+    """KV `[heads, tokens, head_dim]` of an arena's positions, counted from `first` on."""
     return lambda start, end: arena.between(first + start, first + end)
 
 

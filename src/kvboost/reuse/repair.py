@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvboost.kv.arena import Arena, KVLayout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
 from kvboost.models import AssembledPrompt, ReusedRun
 from kvboost.run import decode
 from kvboost.run.sparse_forward import sparse_forward

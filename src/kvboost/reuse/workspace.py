@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvboost.kv.arena import Arena, KVLayout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
 from kvboost.locks import fork_safe_lock
 
 _ROUND_TOKENS = 64  # equal alignment of every head's rows, whatever the capacity

@@ -20,7 +20,8 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.kernels import attention
 from kvboost.kernels.packed import Feed, RowPattern, Stretch
 from kvboost.kernels.windows import windows_now, windows_of
-from kvboost.kv.arena import Arena, KVLayout, Packed
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout, Packed
 
 # Tokens of one forward, on a CPU and on a GPU, and the logits that it may give, in elements.
 _MAX_TOKENS = {False: 2048, True: 8192}
@@ -57,7 +58,7 @@ class Segment:
         return Stretch(self.start, self.length, self.position)
 
     def between(self, arena: Arena, start: int, end: int) -> Packed:
-        """KV `[rows, tokens, head_dim]` of the row's positions `[start, end)`, wherever they lie."""
+        """KV `[heads, tokens, head_dim]` of the row's positions `[start, end)`, wherever they lie."""
         parts = []
         for segment in (*self.before, self):
             first, last = max(start, segment.position), min(end, segment.end)

@@ -21,8 +21,8 @@ import numpy as np
 
 from kvboost.errors import InvalidRequestError, UnstorableKVError
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.arena import KVLayout, Packed
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
+from kvboost.kv.layout import KVLayout, Packed
 from kvboost.locks import fork_safe_rlock
 from kvboost.models import (
     CachedChunk,
@@ -281,7 +281,7 @@ class KVCacheManager:
 
         Their first token stands at position `position_offset`.
 
-        `extract(start, end)` gives buffers or views `[rows, tokens, head_dim]` of a span, which `codec`
+        `extract(start, end)` gives buffers or views `[heads, tokens, head_dim]` of a span, which `codec`
         copies. It is called without the lock, after room was made, so a refused chunk costs nothing.
         """
         raw = token_bytes(tokens)
@@ -321,7 +321,7 @@ class KVCacheManager:
         """Store a prompt that was put together from other chunks, so that its next turn finds it whole.
 
         Only what `composite` calls its own is kept again; the rest is borrowed, and the chain goes when
-        a donor goes. `extract(positions)` makes buffers `[rows, n, head_dim]` for positions `[n]`.
+        a donor goes. `extract(positions)` makes buffers `[heads, n, head_dim]` for positions `[n]`.
         """
         raw = token_bytes(tokens)
         report = StoreReport()

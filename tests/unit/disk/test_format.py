@@ -13,8 +13,8 @@ from kvboost.choices import BITS, KVBits
 from kvboost.disk import index as disk_index
 from kvboost.disk import serde
 from kvboost.disk.tier import DiskTier
-from kvboost.kv.arena import KVLayout
 from kvboost.kv.codec import KeptChunk, KVCodec
+from kvboost.kv.layout import KVLayout
 from kvboost.models import chained_hash
 from tests import disk_reader
 from tests.disk_reader import FormatError, read_folder, read_slot

@@ -18,8 +18,8 @@ from kvboost.choices import BITS, KVBits
 from kvboost.disk import serde
 from kvboost.disk.serde import Record, RecordHeader, buffer_of, header_size, read_header, to_record
 from kvboost.errors import CacheFileError
-from kvboost.kv.arena import KVLayout
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
+from kvboost.kv.layout import KVLayout
 from kvboost.models import CachedChunk, CompositeChunk, chained_hash, content_hash_from_tokens
 from tests.unit.fake_kv import user_chunk
 

@@ -19,8 +19,8 @@ from kvboost.choices import BITS, KVBits
 from kvboost.disk.serde import to_record
 from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError
-from kvboost.kv.arena import KVLayout
 from kvboost.kv.codec import KeptChunk, KVCodec
+from kvboost.kv.layout import KVLayout
 from kvboost.models import CachedChunk, chained_hash
 from tests.faults.disk_writer import SLOT_BYTES, chunk_of, is_right, key_of
 from tests.unit.fake_kv import past_of, user_chunk

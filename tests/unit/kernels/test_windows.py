@@ -9,7 +9,7 @@ import torch
 
 from kvboost.kernels import windows
 from kvboost.kernels.windows import can_fold, kept_by_own_cache, windows_of
-from kvboost.kv.arena import probe_layout
+from kvboost.kv.layout import probe_layout
 from kvboost.run.packed_step import why_not
 from tests.sweep.tiny_configs import build
 from tests.tiny_models import ARCHITECTURES, tiny_model

@@ -12,25 +12,12 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvboost.compat import CROP_ZERO_EMPTIES
-from kvboost.errors import UnsupportedModelError
-from kvboost.kv.arena import Arena, KVLayout, Packed, SlabSpec, probe_layout
+from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec
+from kvboost.kv.layout import Packed, probe_layout
 from kvboost.models import PastKVType
+from tests.unit.kv.random_kv import LAYOUT, SHAPES, past
 
-# (kv_heads, key head_dim, value head_dim) of each layer: sizes differ, so there are several slabs.
-SHAPES = ((2, 4, 4), (1, 4, 6), (3, 4, 4))
-
-
-def past(tokens: int, batch: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> PastKVType:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype)
-
-    return tuple((random(heads, key), random(heads, value)) for heads, key, value in SHAPES)
-
-
-LAYOUT = KVLayout.of(past(1))
 CODEC = KVCodec(LAYOUT)
 
 
@@ -51,61 +38,6 @@ def same(arena: Arena, dynamic: DynamicCache) -> None:
     for mine, theirs in zip(arena.layers, dynamic.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
-
-
-# --- layout ----------------------------------------------------------------------------------
-
-
-def test_the_layout_groups_rows_by_device_dtype_and_head_size() -> None:
-    cpu = torch.device("cpu")
-    assert LAYOUT.slabs == (SlabSpec(cpu, torch.float32, 4, 11), SlabSpec(cpu, torch.float32, 6, 1))
-    rows = [[(where.slab, where.start, where.end) for where in pair] for pair in LAYOUT.layers]
-    assert rows == [[(0, 0, 2), (0, 2, 4)], [(0, 4, 5), (1, 0, 1)], [(0, 5, 8), (0, 8, 11)]]
-    assert LAYOUT.bytes_per_token == (11 * 4 + 6) * 4
-
-
-def test_dtypes_have_slabs_of_their_own() -> None:
-    mixed = ((torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4, dtype=torch.bfloat16)),)
-    layout = KVLayout.of(mixed)
-    assert [spec.dtype for spec in layout.slabs] == [torch.float32, torch.bfloat16]
-    assert layout.bytes_per_token == 4 * 4 + 4 * 2
-
-
-@given(st.integers(1, 9))
-@settings(deadline=None, max_examples=10)
-def test_pack_and_unpack_are_inverse(tokens: int) -> None:
-    tensors = past(tokens)
-    packed = LAYOUT.pack(tensors)
-    assert [tuple(part.shape) for part in packed] == [(11, tokens, 4), (1, tokens, 6)]
-    assert sum(part.nbytes for part in packed) == tokens * LAYOUT.bytes_per_token
-    for pair, wanted in zip(LAYOUT.unpack(packed), tensors, strict=True):
-        assert torch.equal(pair[0], wanted[0])
-        assert torch.equal(pair[1], wanted[1])
-
-
-def test_unpacked_tensors_are_views_and_packed_ones_are_not() -> None:
-    tensors = past(3)
-    packed = LAYOUT.pack(tensors)
-    tensors[0][0].zero_()
-    unpacked = LAYOUT.unpack(packed)
-    assert unpacked[0][0].any()
-    packed[0].zero_()
-    assert not unpacked[0][0].any()
-
-
-def test_probing_learns_the_layout_of_a_model(make_llama: Any) -> None:
-    layout = probe_layout(make_llama())
-    assert layout.slabs == (SlabSpec(torch.device("cpu"), torch.float32, 8, 2 * 2 * 2),)
-    assert len(layout.layers) == 2
-
-
-def test_probing_refuses_a_model_without_a_cache_per_layer(
-    make_llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_llama()
-    monkeypatch.setattr(model.config, "num_hidden_layers", 3)
-    with pytest.raises(UnsupportedModelError, match="2 of 3"):
-        probe_layout(model)
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -213,7 +145,7 @@ def test_kept_parts_keep_no_larger_storage_alive() -> None:
     assert all(torch.equal(part, copy) for part, copy in zip(parts, wanted, strict=True))
 
 
-def test_placing_fills_all_rows_of_a_batch() -> None:
+def test_placing_fills_all_sequences_of_a_batch() -> None:
     arena = Arena(LAYOUT, 8, batch=3)
     CODEC.encode(LAYOUT.pack(past(4))).place(arena, 0, 0, 4)
     arena.set_length(4)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvboost.choices import KVBits
 from kvboost.errors import InvalidRequestError, UnstorableKVError
-from kvboost.kv.arena import Arena, KVLayout, Packed, RowRange, row_blocks
+from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
+from kvboost.kv.layout import KVLayout, Packed
 from kvboost.kv.quantize import dequantize_kv, quantize_kv
 from kvboost.models import PastKVType, kv_bytes
 
@@ -33,7 +34,7 @@ LAYOUTS: dict[str, tuple[Layer, ...]] = {
     "keys_and_values_differ": ((2, 24, 2, 20),) * 3,
     "heads_of_keys_and_values_differ": ((4, 8, 1, 8), (4, 8, 1, 8), (1, 8, 4, 8)),
     "layers_differ": ((2, 16, 2, 16), (1, 16, 1, 16), (3, 16, 3, 16), (2, 8, 2, 8), (2, 16, 2, 16)),
-    "irregular_rows": ((2, 12, 2, 12), (2, 12, 2, 12), (1, 12, 5, 12), (2, 12, 2, 12), (2, 12, 1, 12)),
+    "irregular_heads": ((2, 12, 2, 12), (2, 12, 2, 12), (1, 12, 5, 12), (2, 12, 2, 12), (2, 12, 1, 12)),
     "three_slabs": ((1, 6, 2, 10), (2, 10, 1, 6), (3, 128, 1, 6), (1, 6, 1, 10)),
     "wide": ((1, 128, 1, 96), (1, 128, 1, 192)),
 }
@@ -186,7 +187,7 @@ def test_the_first_token_keeps_16_bits(name: str, bits: KVBits) -> None:
     ("bits", "key_levels", "value_levels"), [(8, 255, 255), (4, 15, 15), ("k8v4", 255, 15)]
 )
 def test_errors_stay_within_the_step(bits: KVBits, key_levels: int, value_levels: int) -> None:
-    past = past_of(LAYOUTS["irregular_rows"], 90, seed=3)
+    past = past_of(LAYOUTS["irregular_heads"], 90, seed=3)
     for pair, given_pair in zip(encoded(past, bits).past_key_values(), past, strict=True):
         for tensor, wanted, levels in zip(pair, given_pair, (key_levels, value_levels), strict=True):
             spread = float(wanted.abs().max()) * 2
@@ -249,7 +250,7 @@ def test_encoding_what_was_decoded_ten_times_hardly_adds_to_the_error(bits: KVBi
 
 
 def check_place(stored: StoredKV, start: int, offset: int, end: int, capacity: int, batch: int) -> None:
-    """`[offset, end)` stands at `start` in every row of the batch, and all else is as it was."""
+    """`[offset, end)` stands at `start` in every sequence of the batch, and all else is as it was."""
     arena = Arena(stored.codec.layout, capacity, batch)
     generator = torch.Generator().manual_seed(1)
     for slab in arena.slabs:
@@ -261,8 +262,8 @@ def check_place(stored: StoredKV, start: int, offset: int, end: int, capacity: i
     stop = start + end - offset
     for slab, old, whole in zip(arena.slabs, before, stored.decoded(), strict=True):
         same_numbers(slab[0, :, start:stop], whole[:, offset:end])
-        for row in slab[1:]:
-            assert torch.equal(row[:, start:stop], slab[0, :, start:stop])
+        for sequence in slab[1:]:
+            assert torch.equal(sequence[:, start:stop], slab[0, :, start:stop])
         assert torch.equal(slab[:, :, :start], old[:, :, :start])
         assert torch.equal(slab[:, :, stop:], old[:, :, stop:])
 
@@ -287,7 +288,7 @@ def test_any_stretch_lands_anywhere(place: tuple[StoredKV, int, int, int, int, i
 
 
 @pytest.mark.parametrize("bits", LOSSY)
-@pytest.mark.parametrize("name", ["irregular_rows", "three_slabs"])
+@pytest.mark.parametrize("name", ["irregular_heads", "three_slabs"])
 def test_stretches_around_the_groups(name: str, bits: KVBits) -> None:
     stored = encoded(past_of(LAYOUTS[name], 131), bits)
     edges = (0, 1, 31, 32, 33, 64, 65, 128, 130, 131)
@@ -314,38 +315,22 @@ def test_decoding_the_first_tokens(name: str, bits: KVBits) -> None:
     whole = stored.decoded()
     for count in (0, 1, 2, 31, 32, 33, 63, 64, 65, 69, 70):
         for part, full, spec in zip(stored.decoded(count), whole, stored.codec.layout.slabs, strict=True):
-            assert part.shape == (spec.rows, count, spec.head_dim)
+            assert part.shape == (spec.heads, count, spec.head_dim)
             assert part.dtype is spec.dtype
             same_numbers(part, full[:, :count])
 
 
 @pytest.mark.parametrize("bits", ALL)
-def test_every_row_of_an_irregular_layout_comes_back_to_its_place(bits: KVBits) -> None:
-    """Every row holds a number of its own, so that a swapped one shows."""
-    layout = KVLayout.of(past_of(LAYOUTS["irregular_rows"], 1))
+def test_every_head_of_an_irregular_layout_comes_back_to_its_place(bits: KVBits) -> None:
+    """Every head holds a number of its own, so that a swapped one shows."""
+    layout = KVLayout.of(past_of(LAYOUTS["irregular_heads"], 1))
     codec = KVCodec(layout, bits)
     raw = tuple(
-        torch.arange(1.0, spec.rows + 1).view(-1, 1, 1).expand(spec.rows, 40, spec.head_dim) * 100
+        torch.arange(1.0, spec.heads + 1).view(-1, 1, 1).expand(spec.heads, 40, spec.head_dim) * 100
         for spec in layout.slabs
     )
     for part, wanted in zip(codec.encode(raw).decoded(), raw, strict=True):
         torch.testing.assert_close(part, wanted.contiguous(), rtol=2e-3, atol=0)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=12))
-def test_blocks_cover_every_row_once(heads: list[tuple[int, int]]) -> None:
-    layout = KVLayout.of(tuple((torch.empty(1, k, 1, 4), torch.empty(1, v, 1, 4)) for k, v in heads))
-    seen: list[int] = []
-    slab = torch.arange(float(layout.slabs[0].rows)).view(-1, 1, 1).expand(-1, 1, 4)
-    for side in (0, 1):
-        ranges: list[RowRange] = [pair[side] for pair in layout.layers]
-        blocks = row_blocks(ranges)
-        rows = [int(row) for block in blocks for row in block.of(slab)[..., 0, 0].flatten()]
-        assert sorted(rows) == [row for where in ranges for row in range(where.start, where.end)]
-        assert sum(block.rows for block in blocks) == len(rows)
-        seen += rows
-    assert sorted(seen) == list(range(layout.slabs[0].rows))
 
 
 # --- KV that cannot be held ------------------------------------------------------------------------
@@ -389,7 +374,7 @@ def test_zeros_and_equal_numbers_come_back(bits: KVBits) -> None:
         past = tuple((torch.full((1, 2, 40, 16), number),) * 2 for _ in range(2))
         for pair in encoded(past, bits).past_key_values():
             for tensor, is_rotated in zip(pair, (bits == 4, bits != 8), strict=True):
-                # A rotated row of 16 equal numbers is one of four times the size and zeros.
+                # Rotating 16 equal numbers gives one of four times the size and zeros.
                 allowed = 4 / 15 / 2 / 4 if is_rotated else 1e-3
                 torch.testing.assert_close(tensor, torch.full_like(tensor, number), rtol=allowed, atol=0)
 
@@ -417,13 +402,13 @@ def test_a_kept_chunk_decodes_when_it_is_read(bits: KVBits) -> None:
 
 
 @pytest.mark.parametrize("bits", LOSSY)
-def test_only_the_first_row_of_a_batch_is_read_and_every_row_is_written(bits: KVBits) -> None:
+def test_only_the_first_sequence_of_a_batch_is_read_and_every_one_is_written(bits: KVBits) -> None:
     past = past_of(LAYOUTS["three_slabs"], 30, batch=1)
     stored = encoded(past, bits)
     arena = Arena(stored.codec.layout, 40, batch=3)
     stored.place(arena, 4, 10, 30)
     arena.set_length(24)
     for layer, (key, value) in enumerate(stored.past_key_values()):
-        for row in range(3):
-            same_numbers(arena.layers[layer].keys[row, :, 4:], key[0, :, 10:])
-            same_numbers(arena.layers[layer].values[row, :, 4:], value[0, :, 10:])
+        for sequence in range(3):
+            same_numbers(arena.layers[layer].keys[sequence, :, 4:], key[0, :, 10:])
+            same_numbers(arena.layers[layer].values[sequence, :, 4:], value[0, :, 10:])

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from kvboost.kv import arena, rope
-from kvboost.kv.arena import KVLayout, Packed, RowRange, SlabSpec, probe_layout
+from kvboost.kv import rope
+from kvboost.kv.layout import HeadRange, KVLayout, Packed, SlabSpec, probe_layout
 from kvboost.kv.rope import (
     LENGTH_REASON,
     KeyRotation,
@@ -355,7 +355,7 @@ def layout_of(*layers: tuple[int, int], dtype: torch.dtype = torch.float32) -> K
 def filled(layout: KVLayout, *lead: int, tokens: int = 12) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [
-        torch.randn(*lead, spec.rows, tokens, spec.head_dim, generator=generator).to(spec.dtype)
+        torch.randn(*lead, spec.heads, tokens, spec.head_dim, generator=generator).to(spec.dtype)
         for spec in layout.slabs
     ]
 
@@ -371,8 +371,8 @@ CASES: dict[str, tuple[KVLayout, KeyRotation]] = {
         KVLayout(
             (SlabSpec(CPU, torch.float32, 8, 9),),
             (
-                (RowRange(0, 7, 9), RowRange(0, 0, 2)),
-                (RowRange(0, 2, 4), RowRange(0, 5, 7)),
+                (HeadRange(0, 7, 9), HeadRange(0, 0, 2)),
+                (HeadRange(0, 2, 4), HeadRange(0, 5, 7)),
             ),
         ),
         KeyRotation((HALF, HALF)),
@@ -396,8 +396,8 @@ def test_only_the_keys_of_the_span_turn(case: str, lead: tuple[int, ...], shift:
     layout, rotation = CASES[case]
     slabs = filled(layout, *lead)
     want = [slab.clone() for slab in slabs]
-    for turn, (rows, _) in zip(rotation.layers, layout.layers, strict=True):
-        keys = want[rows.slab][..., rows.start : rows.end, 2:11, :]
+    for turn, (where, _) in zip(rotation.layers, layout.layers, strict=True):
+        keys = want[where.slab][..., where.start : where.end, 2:11, :]
         keys.copy_(turned_by_the_book(keys, turn, shift))
     before = [slab.clone() for slab in slabs]
     rotation.rotate_(slabs, layout, 2, 11, shift)
@@ -444,10 +444,10 @@ def test_lower_precision_is_rounded_once(case: str, dtype: torch.dtype) -> None:
 def test_float64_stays_float64(case: str) -> None:
     layout, rotation = CASES[case]
     slabs = [slab.double() for slab in filled(layout)]
-    rows, _ = layout.layers[0]
-    want = turned_by_the_book(slabs[0][rows.start : rows.end], rotation.layers[0], FAR)
+    where, _ = layout.layers[0]
+    want = turned_by_the_book(slabs[0][where.start : where.end], rotation.layers[0], FAR)
     rotation.rotate_(slabs, layout, 0, 12, FAR)
-    torch.testing.assert_close(slabs[0][rows.start : rows.end], want, rtol=0, atol=1e-14)
+    torch.testing.assert_close(slabs[0][where.start : where.end], want, rtol=0, atol=1e-14)
 
 
 def test_a_key_keeps_its_length() -> None:
@@ -495,12 +495,6 @@ def test_long_spans_turn_in_blocks(count_turns: Callable[[], int], monkeypatch: 
     monkeypatch.setattr(rope, "_CPU_BLOCK_ELEMENTS", 4 * 5 * 3 * 8)
     rotation.rotate_(filled(layout), layout, 0, 10, 5)
     assert count_turns() == 3, "4 + 4 + 2 tokens"
-
-
-@given(numbers=st.sets(st.integers(0, 200), max_size=30))
-def test_runs_of_equal_steps_hold_every_number_once(numbers: set[int]) -> None:
-    runs = arena._equal_steps(sorted(numbers))
-    assert [number for run in runs for number in run] == sorted(numbers)
 
 
 # --- sliding windows ---

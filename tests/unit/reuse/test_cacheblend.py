@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from kvboost import CacheBlendRecompute
 from kvboost.errors import InvalidRequestError
-from kvboost.kv.arena import Arena, probe_layout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import probe_layout
 from kvboost.models import ReusedRun
 from kvboost.reuse.strategies import cacheblend
 from kvboost.reuse.strategies.cacheblend import RUN_START_TOKENS, attention_from_the_end, value_deviation
@@ -216,9 +217,9 @@ def test_deviation_is_measured_at_the_second_layer(llama: Any) -> None:
     others = [p for p in range(50) if p not in changed]
     assert np.abs(deviation[others]).max() < 1e-5
     for layer, (keys, values) in enumerate(arena.layout.layers):
-        for rows in (keys, values):
-            now = arena.slabs[rows.slab][:, rows.start : rows.end]
-            expected = (wanted if layer < 2 else held)[rows.slab][:, rows.start : rows.end]
+        for where in (keys, values):
+            now = arena.slabs[where.slab][:, where.start : where.end]
+            expected = (wanted if layer < 2 else held)[where.slab][:, where.start : where.end]
             torch.testing.assert_close(now, expected, rtol=1e-4, atol=1e-5)  # two layers, and no more
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvboost.kernels import packed as row_attention
 from kvboost.kernels.partial import partial_attention
-from kvboost.kv.arena import Arena, probe_layout
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import probe_layout
 from kvboost.run import decode
 from kvboost.run import packed_step as rows
 from kvboost.run.packed_step import Extension, Segment, extend
