@@ -31,8 +31,9 @@ from kvboost.proof import calibration, verify
 from kvboost.proof.calibration import Calibration
 from kvboost.proof.fresh_engine import fresh_engine
 from kvboost.proof.verify import CorrectnessReport
+from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
 from kvboost.requests.prepared import PreparedPrompt
-from kvboost.requests.prompts import UNBOUNDED, Prompt, ReadingBounds
+from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Arguments
 from kvboost.requests.stream import TextStream
 from kvboost.reuse.explain import Explanation

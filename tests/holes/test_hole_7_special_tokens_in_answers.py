@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from kvboost import KVBoost
-from kvboost.requests import prompts
+from kvboost.requests import answers as answers_module
 from kvboost.requests.prompts import PromptReader
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -291,7 +291,7 @@ def test_a_forged_role_change_does_not_enter_a_chat(
 
 
 def test_remembered_answers_have_a_budget_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "_MAX_ANSWER_BYTES", 200_000)
+    monkeypatch.setattr(answers_module, "_MAX_ANSWER_BYTES", 200_000)
     reader = reader_of()
     for number in range(300):
         text = f"{number:04}" * 500
@@ -312,7 +312,7 @@ def test_ids_are_kept_compactly() -> None:
 
 @pytest.mark.parametrize("limit", ["_MAX_ANSWERS", "_MAX_ANSWER_BYTES"])
 def test_nobody_can_push_out_the_answers_of_others(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, limit, {"_MAX_ANSWERS": 20, "_MAX_ANSWER_BYTES": 20_000}[limit])
+    monkeypatch.setattr(answers_module, limit, {"_MAX_ANSWERS": 20, "_MAX_ANSWER_BYTES": 20_000}[limit])
     reader = reader_of()
     generated = ids_of("a", "b", "a", "b")
     reader.remember_answer("abab", generated, "quiet")
@@ -325,7 +325,7 @@ def test_nobody_can_push_out_the_answers_of_others(limit: str, monkeypatch: pyte
 
 
 def test_an_answer_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "_MAX_ANSWERS", 3)
+    monkeypatch.setattr(answers_module, "_MAX_ANSWERS", 3)
     reader = reader_of()
     reader.remember_answer("ab", ids_of("a", "b"), "")
     for number in range(10):

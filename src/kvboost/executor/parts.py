@@ -22,7 +22,8 @@ from kvboost.kv import rope
 from kvboost.kv.codec import KVCodec
 from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration
-from kvboost.requests.prompts import PromptReader, check_text
+from kvboost.requests.encoding import check_text
+from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request, RequestReader
 from kvboost.reuse.assembler import PromptAssembler
 from kvboost.reuse.chunk_loader import ChunkLoader

@@ -22,7 +22,8 @@ from kvboost.errors import InvalidRequestError
 from kvboost.identity.namespace import Namespace
 from kvboost.kv import rope
 from kvboost.models import GenerationResult, ScoreResult, Span
-from kvboost.requests.prompts import Prompt, PromptReader, TokenizedPrompt, check_text
+from kvboost.requests.encoding import check_text
+from kvboost.requests.prompts import Prompt, PromptReader, TokenizedPrompt
 from kvboost.run import decode
 from kvboost.run.decode import Decoded, GenerationOptions, Watch
 

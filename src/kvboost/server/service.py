@@ -18,7 +18,7 @@ from kvboost import __version__
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
 from kvboost.models import GenerationResult
-from kvboost.requests.prompts import ReadingBounds
+from kvboost.requests.encoding import ReadingBounds
 from kvboost.requests.request import Arguments, Request
 from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, WorkerBody
 from kvboost.server.auth import Caller, Gate, effective_salt

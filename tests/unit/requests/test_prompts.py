@@ -12,8 +12,10 @@ import torch
 from transformers import AddedToken
 
 from kvboost.errors import InvalidRequestError, PromptTooLongError
-from kvboost.requests import prompts
-from kvboost.requests.prompts import PromptReader, ReadingBounds, TokenizedPrompt
+from kvboost.requests import answers as answers_module
+from kvboost.requests import chats, encoding
+from kvboost.requests.encoding import ReadingBounds
+from kvboost.requests.prompts import PromptReader, TokenizedPrompt
 
 MakeTokenizer = Callable[..., Any]
 USER = {"role": "user", "content": "say ab"}
@@ -261,7 +263,7 @@ def test_answers_are_forgotten_when_told_and_when_there_are_too_many(
     reader.remember_answer("ab", ids_of(tokenizer, "a", "b"), "")
     reader.forget_answers()
     assert read(reader, chat) == plain
-    monkeypatch.setattr(prompts, "_MAX_ANSWERS", 3)
+    monkeypatch.setattr(answers_module, "_MAX_ANSWERS", 3)
     reader.remember_answer("ab", ids_of(tokenizer, "a", "b"), "")
     for number in range(3):
         reader.remember_answer(str(number), [70], "")
@@ -337,7 +339,7 @@ def test_without_a_special_token_behind_the_answer_the_text_decides(make_tokeniz
 
 def test_a_message_that_looks_like_a_mark_does_no_harm(reader: PromptReader, tokenizer: Any) -> None:
     reader.remember_answer("ab", ids_of(tokenizer, "a", "b"), "")
-    nasty = {"role": "user", "content": prompts._MARK.format(1)}
+    nasty = {"role": "user", "content": chats._MARK.format(1)}
     prompt = reader.read([nasty, assistant("ab"), nasty])
     assert tokenizer.decode(prompt.token_ids) == prompt.text
 
@@ -380,16 +382,16 @@ def test_a_text_that_cannot_fit_costs_no_more_than_one_that_does(tokenizer: Any)
     bounds = ReadingBounds(max_tokens=1_000)
     with pytest.raises(PromptTooLongError, match="more than the 1000 tokens"):
         reader.read("a" * 4_000_000, bounds=bounds)
-    assert sum(counting.lengths) <= 2 * prompts._SLICE
+    assert sum(counting.lengths) <= 2 * encoding._SLICE
     chat = [USER, {"role": "user", "content": "a" * 4_000_000}]
     with pytest.raises(PromptTooLongError):
         reader.read(chat, bounds=bounds)
-    assert sum(counting.lengths) <= 4 * prompts._SLICE
+    assert sum(counting.lengths) <= 4 * encoding._SLICE
 
 
 def test_bounds_do_not_change_what_is_read(tokenizer: Any) -> None:
     bounds = ReadingBounds(max_tokens=300_000, apart=True)
-    for length in (10, prompts._LONG_TEXT + 5, 400_000):
+    for length in (10, encoding._LONG_TEXT + 5, 400_000):
         text = "abc " * (length // 4)
         plain, bounded = reader_of(tokenizer).read(text), reader_of(tokenizer).read(text, bounds=bounds)
         assert plain.token_ids.tolist() == bounded.token_ids.tolist()
@@ -423,7 +425,7 @@ def test_short_texts_do_not_wait_for_long_ones(tokenizer: Any) -> None:
 
     class Slow(Counting):
         def __call__(self, text: str, **options: Any) -> Any:
-            if len(text) > prompts._LONG_TEXT:
+            if len(text) > encoding._LONG_TEXT:
                 reading.set()
                 assert go_on.wait(10)
             return super().__call__(text, **options)
