@@ -64,6 +64,24 @@ def soak_line() -> str:
     )
 
 
+def hostile_line() -> str:
+    found = record("soak-hostile")
+    summary, rounds = found["summary"], found["cases"]
+    medians = [each["median_ms"] for each in rounds]
+    worst = max(each["worst_ms"] for each in rounds)
+    steps = [each["step_ms"] for each in rounds]
+    looks = max(summary["longest_look_ms"].values())
+    return (
+        f"Ten minutes of {summary['hostile_clients']} hostile clients (huge histories and prompts, uploads that "
+        "trickle, streams that nobody reads, clients that vanish, one key that floods; `make soak`, "
+        "[result](../benchmarks/results/soak-hostile.json)): the first token of another key's short requests "
+        f"came after {min(medians):,.0f} to {max(medians):,.0f} ms in the median of 20, {worst:,.0f} ms at worst; "
+        f"alone it takes {summary['alone_ms']:.0f} ms, and one step of the batch took {min(steps):,.0f} to "
+        f"{max(steps):,.0f} ms. `/health`, `/metrics` and the page answered within {looks:,.0f} ms, and memory grew "
+        f"by {summary['rss_growth']:.1%} after the warm-up."
+    )
+
+
 def salts_line() -> str:
     found = record("proof-salts")["summary"]
     own, fresh, read = (found["median_ms"][name] for name in ("own", "fresh", "read by ann"))
@@ -79,6 +97,6 @@ def salts_line() -> str:
 PARTS = (servers_table, long_prompt_table)
 
 if __name__ == "__main__":
-    for part in (*PARTS, soak_line, salts_line, readme_line):
+    for part in (*PARTS, soak_line, hostile_line, salts_line, readme_line):
         print(f"--- {part.__name__}\n{part()}")  # noqa: T201
     print(machine("serve-cpu"))  # noqa: T201

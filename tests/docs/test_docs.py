@@ -99,7 +99,7 @@ def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
     assert reuse_numbers.machine("serve-cpu") in document
     assert serve_numbers.readme_line() in README
     server = " ".join((ROOT / "docs" / "server.md").read_text().split())
-    for part in (serve_numbers.soak_line, serve_numbers.salts_line):
+    for part in (serve_numbers.soak_line, serve_numbers.hostile_line, serve_numbers.salts_line):
         assert " ".join(part().split()) in server, part.__name__
 
 
