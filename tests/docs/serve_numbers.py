@@ -72,13 +72,13 @@ def hostile_line() -> str:
     steps = [each["step_ms"] for each in rounds]
     looks = max(summary["longest_look_ms"].values())
     return (
-        f"Ten minutes of {summary['hostile_clients']} hostile clients (huge histories and prompts, uploads that "
-        "trickle, streams that nobody reads, clients that vanish, one key that floods; `make soak`, "
+        f"Ten minutes of {summary['hostile_clients']} hostile clients (huge histories and prompts, uploads "
+        "that trickle, streams that nobody reads, clients that vanish, one key that floods; `make soak`, "
         "[result](../benchmarks/results/soak-hostile.json)): the first token of another key's short requests "
-        f"came after {min(medians):,.0f} to {max(medians):,.0f} ms in the median of 20, {worst:,.0f} ms at worst; "
-        f"alone it takes {summary['alone_ms']:.0f} ms, and one step of the batch took {min(steps):,.0f} to "
-        f"{max(steps):,.0f} ms. `/health`, `/metrics` and the page answered within {looks:,.0f} ms, and memory grew "
-        f"by {summary['rss_growth']:.1%} after the warm-up."
+        f"came after {min(medians):,.0f} to {max(medians):,.0f} ms in the median of 20, {worst:,.0f} ms at "
+        f"worst; alone it takes {summary['alone_ms']:.0f} ms, and one step of the batch took "
+        f"{min(steps):,.0f} to {max(steps):,.0f} ms. `/health`, `/metrics` and the page answered within "
+        f"{looks:,.0f} ms, and memory grew by {summary['rss_growth']:.1%} after the warm-up."
     )
 
 

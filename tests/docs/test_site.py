@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import kvboost
-from kvboost import KVBoost
+from kvboost.settings import EngineArguments, options_of
+from tests.docs import option_tables
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -58,24 +56,15 @@ def test_links_and_pictures_exist(page: Path) -> None:
 
 def test_every_engine_option_is_explained_with_its_default() -> None:
     page = (DOCS / "options.md").read_text()
-    table = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", page, re.MULTILINE))
-    parameters = list(inspect.signature(KVBoost.__init__).parameters.values())[3:]  # self, model, tokenizer
-    defaults = {parameter.name: written(parameter.default) for parameter in parameters}
-    assert table == defaults
-    for name in defaults:
+    assert option_tables.with_tables(page, option_tables.engine_table()) == page
+    for name in (each.name for each in options_of(EngineArguments)):
         assert f"**`{name}`**" in page, f"{name} has no paragraph"
-
-
-def written(value: Any) -> str:
-    """A default as one would write it."""
-    plain = value.value if isinstance(value, Enum) else value
-    return f'"{plain}"' if isinstance(plain, str) else repr(plain)
 
 
 def test_every_public_name_is_in_the_reference() -> None:
     page = (DOCS / "reference.md").read_text()
     for name in set(kvboost.__all__) - {"KVBoost", "__version__"}:
-        assert re.search(rf"^::: kvboost\.\w+\.{name}$", page, re.MULTILINE), name
+        assert re.search(rf"^::: kvboost\.[\w.]+\.{name}$", page, re.MULTILINE), name
     for path, name in re.findall(r"^::: ((?:\w+\.)+)(\w+)$", page, re.MULTILINE):
         assert hasattr(importlib.import_module(path.rstrip(".")), name), path + name
 
