@@ -90,6 +90,11 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
     return model.to(dtype).eval()
 
 
+def long_model(architecture: str = "llama", **changes: Any) -> Any:
+    """A tiny model for prompts of some thousand tokens."""
+    return tiny_model(architecture, max_position_embeddings=4096, **changes)
+
+
 def tiny_tokenizer() -> Any:
     """Bytes as tokens, a few special ones, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvboost import KVBoost
-from tests.engine.test_approximate_reuse import check_exact_tree, check_spans, check_store
+from tests.engine.reuse_checks import check_exact_tree, check_spans, check_store
 from tests.tiny_models import random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]
