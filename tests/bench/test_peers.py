@@ -177,6 +177,7 @@ def test_peers_good_and_bad_in_one_run(
     assert "0/1" in page
 
 
+@pytest.mark.timed
 def test_a_peer_that_hangs_is_killed_at_its_deadline(make_peer: MakePeer, tokenizer: Any) -> None:
     peer = process(make_peer("hanging", **HANGS), tokenizer)
     peer.load("tiny", None, 100)

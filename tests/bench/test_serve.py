@@ -89,6 +89,7 @@ def shown(*parts: Any) -> str:
     return text.getvalue()
 
 
+@pytest.mark.timed
 def test_four_servers_and_a_long_prompt(model: str, peers: Path) -> None:
     steps: list[tuple[int, int, str]] = []
     record = serve.run(model, replace(SMALL, rounds=2), peers, lambda *step: steps.append(step))

@@ -26,6 +26,7 @@ def word_tokenizer(text: str, **_options: Any) -> dict[str, list[int]]:
     return {"input_ids": [ids.setdefault(word, len(ids)) for word in text.split()]}
 
 
+@pytest.mark.timed
 def test_timing_counts_from_the_call_and_from_token_to_token() -> None:
     def call(stamps: Stamps) -> Answer:
         for _ in range(3):

@@ -261,6 +261,7 @@ print("done")
     assert state_of(folder) == before
 
 
+@pytest.mark.timed
 def test_an_engine_serves_from_it_and_saves_nothing(shared: Path) -> None:
     program = """
 from kvboost import KVBoost

@@ -333,6 +333,7 @@ def test_an_answer_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reader.read(chat_with("ab")).token_ids.tolist() != plain_ids(chat_with("ab"))
 
 
+@pytest.mark.timed
 def test_long_chats_are_read_in_linear_time() -> None:
     """Every answer of a chat is remembered: each is looked at once, not once per other answer."""
 

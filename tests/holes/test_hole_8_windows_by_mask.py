@@ -128,6 +128,7 @@ def test_what_the_text_decides_is_refused_however_late_it_begins(make_engine: Ma
         make_engine(model=model)
 
 
+@pytest.mark.timed
 @from_5_on
 def test_large_windows_are_learned_at_the_price_of_a_step() -> None:
     model = build("phimoe", sliding_window=4096, max_position_embeddings=131_072)

@@ -152,6 +152,7 @@ def test_a_request_that_takes_too_long(make_slow_engine: MakeEngine, serve: Serv
     assert server.chat(max_tokens=1)
 
 
+@pytest.mark.timed
 def test_time_in_the_queue_counts(make_slow_engine: MakeEngine, serve: Serve) -> None:
     server = serve(make_slow_engine(0.1), max_sequences=1, timeout_s=0.5)
     with raw_connection(server, stream=True) as running:

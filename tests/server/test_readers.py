@@ -144,6 +144,7 @@ def test_large_bodies_fit_in_any_case() -> None:
     run(scenario, max_body_bytes=500_000_000)
 
 
+@pytest.mark.timed
 def test_reading_has_a_deadline() -> None:
     async def scenario(readers: Readers) -> None:
         ended = threading.Event()
@@ -167,6 +168,7 @@ def test_reading_has_a_deadline() -> None:
     run(scenario)
 
 
+@pytest.mark.timed
 def test_work_that_does_not_look_is_not_waited_for() -> None:
     async def scenario(readers: Readers) -> None:
         gate = Gate()
@@ -245,6 +247,7 @@ async def _flood(readers: Readers, tenant: str, seconds: float) -> float:
     return 0.02 * done
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("tenants", "share"), [(1, 0.2), (2, 0.1)])
 def test_tenants_have_little_time_while_others_are_served(tenants: int, share: float) -> None:
     """A thread that runs Python keeps the model from running."""
@@ -256,6 +259,7 @@ def test_tenants_have_little_time_while_others_are_served(tenants: int, share: f
     run(scenario, served={"b"})
 
 
+@pytest.mark.timed
 def test_a_tenant_alone_may_take_its_time_and_owes_nothing() -> None:
     async def scenario(readers: Readers) -> None:
         assert await _flood(readers, "a", 1.0) > 0.5
@@ -264,6 +268,7 @@ def test_a_tenant_alone_may_take_its_time_and_owes_nothing() -> None:
     run(scenario, served={"a"})
 
 
+@pytest.mark.timed
 def test_a_place_that_somebody_holds_slows_nobody_down() -> None:
     async def scenario(readers: Readers) -> None:
         with readers.reading("b", 10):
@@ -280,6 +285,7 @@ def test_long_work_is_paid_for() -> None:
     run(scenario, served={"b"})
 
 
+@pytest.mark.timed
 def test_bytes_take_time_too() -> None:
     async def upload(readers: Readers) -> float:
         started = time.monotonic()

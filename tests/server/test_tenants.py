@@ -102,6 +102,7 @@ def test_plain_prompts_have_the_same_limits(make_engine: MakeEngine, serve: Serv
     assert "3 messages and parts are more than the 2" in response.json()["error"]["message"]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "messages",
     [
@@ -206,6 +207,7 @@ def test_reading_takes_no_longer_than_it_may(
     assert server.complete("hello", max_tokens=1)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     "sent",
     [b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ", b"again GET /"],

@@ -207,6 +207,7 @@ def test_tenants_take_turns() -> None:
     assert len(queue) == 0
 
 
+@pytest.mark.timed
 def test_many_clients_that_come_and_go(make_engine: MakeEngine) -> None:
     """Some vanish, some are late, the arena is small: nobody waits for ever, and no place is lost."""
     engine = make_engine(max_chunks=8)

@@ -74,6 +74,7 @@ def test_close_saves_all_and_can_be_called_twice(
     assert two.explain([*texts[0], 7, *answered.token_ids]).cached_tokens == 104
 
 
+@pytest.mark.timed
 def test_use_after_close(disk_engine: MakeEngine) -> None:
     text = random_ids(64, seed=1)
     with disk_engine() as one:

@@ -62,6 +62,7 @@ def test_a_prompt_that_does_not_need_the_disk_is_not_delayed(
     assert engine.explain(random_ids(60, seed=999)).cached_tokens == 59  # nor a look at what it would need
 
 
+@pytest.mark.timed
 def test_a_hanging_write_delays_storing_once_and_not_the_first_token(
     disk_engine: MakeEngine, hang: Hang
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_hanging_write_delays_storing_once_and_not_the_first_token(
     assert time.monotonic() - started < 6
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("short_deadline")
 def test_a_prompt_that_needs_a_hanging_disk_waits_one_deadline(disk_engine: MakeEngine, hang: Hang) -> None:
     text = random_ids(96, seed=1)
@@ -117,6 +119,7 @@ def test_what_was_too_slow_once_is_found_again(
     assert answer(two, [*text, 7]).cached_tokens == 96
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("short_deadline")
 def test_text_at_many_cold_places_waits_one_deadline_in_all(
     disk_engine: MakeEngine, hang: Hang, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +144,7 @@ def test_text_at_many_cold_places_waits_one_deadline_in_all(
     assert result.token_ids == answer(three, prompt, "baseline").token_ids
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("short_deadline")
 def test_threads_that_need_the_same_hanging_chunk_wait_one_deadline(
     disk_engine: MakeEngine, hang: Hang
@@ -163,6 +167,7 @@ def test_threads_that_need_the_same_hanging_chunk_wait_one_deadline(
     two.cache_manager.check_integrity()
 
 
+@pytest.mark.timed
 def test_many_requests_pile_up_neither_delays_nor_threads(
     disk_engine: MakeEngine, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +213,7 @@ def test_a_slow_disk_is_waited_for_within_the_deadline(
     assert result.ttft_ms >= 100  # reported time has the waiting in it
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
 def test_close_and_clear_return_when_writing_hangs(
     call: str, disk_engine: MakeEngine, hang: Hang, monkeypatch: pytest.MonkeyPatch
