@@ -1,40 +1,29 @@
 """What a model is right now, read at a cost that every request can bear.
 
-Two readings are equal exactly when KV of the first may serve the second. What is compared each time: which
-modules, parameters and buffers there are, where they lie, their version counters, some of their values
-(`weights.Probe`), adapters, the config, the attention implementation and torch's settings for numbers. A
-write to a few values of a tensor that moves no counter is found by a checksum in a background thread
-(`scrubber`), or by `check_all`.
-
-Some states cannot be known: autocast, hooks, replaced forwards and train flags may make any number of the
-same weights. A reading in such a state says so, and nothing is read or stored then. Knows models, no cache.
+Two readings are equal exactly when KV of the first may serve the second. Each reading compares the modules,
+parameters and buffers (`structure`), their addresses, version counters and some of their values
+(`known_tensors`), and the adapters, config and settings around them (`surroundings`). A write to a few values
+of a tensor that moves no counter is found by a checksum in a background thread (`scrubber`), or by
+`check_all`. In a state that cannot be known (`gates`) a reading says so, and nothing is read or stored then.
+Knows models, no cache.
 """
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from kvboost import locks
-from kvboost.compat import comparable
 from kvboost.identity import scrubber
-from kvboost.identity.attention_name import own_name
-from kvboost.identity.weights import Checksum, Probe, checksum
-
-_ADAPTER_FIELDS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
-_VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
-_KNOWN_PACKAGES = ("kvboost", "transformers", "accelerate")  # whose hooks and forwards change no numbers
-_values = operator.methodcaller("values")
-_training = operator.itemgetter("training")
-_hooks = operator.itemgetter("_forward_hooks")
-_pre_hooks = operator.itemgetter("_forward_pre_hooks")
+from kvboost.identity.gates import gated_reason, peft_reason
+from kvboost.identity.known_tensors import KnownTensors, place_of, versions_of
+from kvboost.identity.structure import ModelStructure
+from kvboost.identity.surroundings import surroundings_of
+from kvboost.identity.weights import Checksum, checksum
 
 
 @dataclass(frozen=True)
@@ -51,128 +40,6 @@ class ModelState:
     gated: str = ""
 
 
-class _Layout:
-    """The modules of a model in one list, by their dictionaries: so a look at all of them is quick."""
-
-    def __init__(self, model: torch.nn.Module, volatile: frozenset[str]) -> None:
-        named = list(model.named_modules())
-        self.names = [name or type(model).__name__ for name, _ in named]
-        self.dicts = [module.__dict__ for _, module in named]
-        self.kinds = [type(module) for _, module in named]
-        self.classes = tuple(
-            f"{name}: {kind.__module__}.{kind.__qualname__}"
-            for (name, _), kind in zip(named, self.kinds, strict=True)
-        )
-        self._root = weakref.ref(model)
-        # A module that torch has compiled hands on what it does not hold itself.
-        self.flagged = [
-            (name, each) for name, each in zip(self.names, self.dicts, strict=True) if "training" in each
-        ]
-        self.flags = [each for _, each in self.flagged]
-        self.hooked = [
-            (name, each)
-            for name, each in zip(self.names, self.dicts, strict=True)
-            if "_forward_hooks" in each
-        ]
-        self.hooks = [each for _, each in self.hooked]
-        self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
-        self._empty = [
-            each[kind]
-            for each in self.dicts
-            for kind in ("_modules", "_parameters", "_buffers")
-            if not each[kind]
-        ]
-        self.modules = tuple(chain.from_iterable(map(_values, self.children)))
-        self._child_kinds = list(map(type, self.modules))
-        self.adapters = [each for each in self.dicts if "merged_adapters" in each]
-        self.tensor_dicts: list[dict[str, torch.Tensor | None]] = []
-        self.tensor_names: list[str] = []
-        self.skipped: set[int] = set()  # numbers of those that the model's own forward changes
-        for name, module in named:
-            for kind in ("_parameters", "_buffers"):
-                found = module.__dict__[kind]
-                if not found:
-                    continue
-                self.tensor_dicts.append(found)
-                for key in found:
-                    full = f"{name}.{key}" if name else key
-                    if full in volatile or _changes_with_length(module, key):
-                        self.skipped.add(len(self.tensor_names))
-                    self.tensor_names.append(full)
-
-    def is_current(self) -> bool:
-        modules = tuple(chain.from_iterable(map(_values, self.children)))
-        if modules != self.modules or any(self._empty) or type(self._root()) is not self.kinds[0]:
-            return False
-        has_classes = list(map(type, modules)) == self._child_kinds
-        return has_classes and sum(map(len, self.tensor_dicts)) == len(self.tensor_names)
-
-    def present(self) -> list[torch.Tensor | None]:
-        """Parameters and buffers as they are now, in the order of `tensor_names`."""
-        return list(chain.from_iterable(map(_values, self.tensor_dicts)))
-
-
-def _changes_with_length(module: torch.nn.Module, name: str) -> bool:
-    """Whether it is a frequency that the model's own forward sets, by the length of what it reads."""
-    kind = str(getattr(module, "rope_type", ""))
-    return name.endswith("inv_freq") and not name.startswith("original") and kind in ("dynamic", "longrope")
-
-
-class _Known:
-    """Tensors as they were at the last reading, each once: names, versions, places, checksums, a probe."""
-
-    def __init__(self, layout: _Layout, present: list[torch.Tensor | None]) -> None:
-        self.ids = list(map(id, present))
-        picks: dict[int, int] = {}
-        for number, tensor in enumerate(present):
-            if tensor is not None and number not in layout.skipped:
-                picks.setdefault(id(tensor), number)
-        self._picks = list(picks.values())
-        self.numbers = {key: number for number, key in enumerate(picks)}  # by id
-        tensors = self.tensors(present)
-        self.names = [layout.tensor_names[number] for number in self._picks]
-        self.versions, self.places = _versions(tensors), _places(tensors)
-        self.kinds = [f"{tensor.dtype}|{tuple(tensor.shape)}|{tensor.device.type}" for tensor in tensors]
-        self.probe = Probe(tensors)
-        self.probe.note()
-        self.checksums: list[bytes] = []
-        self.device_types = {"cpu", *(tensor.device.type for tensor in tensors if not tensor.is_meta)}
-        self.is_elsewhere = any(tensor.is_meta for tensor in tensors)  # what they are is not known
-        self.nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
-
-    def tensors(self, present: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Those that are looked at, of `present`, which are the same tensors as they were."""
-        return [present[number] for number in self._picks]  # type: ignore[misc]  # None is never picked
-
-    def is_same(self, present: list[torch.Tensor | None]) -> bool:
-        """Whether no tensor was replaced, moved, or written to in a way that torch counts."""
-        if list(map(id, present)) != self.ids:
-            return False
-        tensors = self.tensors(present)
-        return _versions(tensors) == self.versions and _places(tensors) == self.places
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    try:
-        return [each._version for each in tensors]
-    except RuntimeError:  # inference tensors have none
-        return [0 if each.is_inference() else each._version for each in tensors]
-
-
-def _places(tensors: list[torch.Tensor]) -> list[int]:
-    try:
-        return [each.data_ptr() for each in tensors]
-    except RuntimeError:
-        return [_place(each) for each in tensors]
-
-
-def _place(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # it has no memory of its own
-        return 0
-
-
 class ModelWatch:
     """Reads the state of one model. Engines on the same model share it; it holds the model only weakly."""
 
@@ -180,14 +47,14 @@ class ModelWatch:
         self._model = weakref.ref(model)
         self._lock = locks.fork_safe_rlock()
         self._volatile: frozenset[str] = frozenset()
-        self._layout = _Layout(model, self._volatile)
-        self._known: _Known | None = None
+        self._structure = ModelStructure(model, self._volatile)
+        self._known: KnownTensors | None = None
         self._surroundings: Any = None
         self._version = 0
-        self._structure = 0
-        self._suspects: set[str] = set()  # names of tensors whose checksum is not the one that is known
+        self._structure_version = 0
+        self._suspects: set[str] = set()  # names of tensors whose checksum has changed
         self._surprises = 0
-        self._stored = [False, False]  # KV: before the pass that is under way, and since
+        self._stored = [False, False]  # was KV stored: before the scrubber's current pass, and since
         self._scrubbing: Iterator[int] | None = None
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # engines
 
@@ -209,10 +76,10 @@ class ModelWatch:
         scrubber.SCRUBBER.ensure_running()
         with self._lock:
             known = self._compare(model)
-            gated = gated_reason(self._layout, known.device_types) or _peft_reason(model)
+            gated = gated_reason(self._structure, known.device_types) or peft_reason(model)
             if known.is_elsewhere:
                 gated = gated or "gated: weights are offloaded"
-            return ModelState(self._version, self._structure, self._surprises, gated)
+            return ModelState(self._version, self._structure_version, self._surprises, gated)
 
     def check_all(self) -> bool:
         """Compare the checksums of all values with those known; returns whether any had changed."""
@@ -220,7 +87,7 @@ class ModelWatch:
         with self._lock:
             before = self._version
             known = self._compare(model)
-            tensors = known.tensors(self._layout.present())
+            tensors = known.tensors(self._structure.present())
             self._suspects |= {
                 name
                 for name, tensor, value in zip(known.names, tensors, known.checksums, strict=True)
@@ -250,7 +117,7 @@ class ModelWatch:
             return state, self.checksums(), self._surroundings
 
     def release_if_unused(self) -> None:
-        """Where no engine uses it any more, hold no memory of the model until it is read again."""
+        """Unless an engine still uses it, hold no memory of the model until it is read again."""
         if not self.users and self._lock.acquire(blocking=False):  # garbage is collected in any thread
             try:
                 self._known = None
@@ -274,31 +141,31 @@ class ModelWatch:
         """Leave these out from now on: the model's own forward changes them."""
         with self._lock:
             self._volatile |= names
-            self._layout = _Layout(self.model, self._volatile)
+            self._structure = ModelStructure(self.model, self._volatile)
             self._known = None
         self.read()
 
     # --- comparing ---------------------------------------------------------------------------
 
-    def _compare(self, model: torch.nn.Module) -> _Known:
-        if not self._layout.is_current():
-            self._layout = _Layout(model, self._volatile)
-            self._structure += 1
+    def _compare(self, model: torch.nn.Module) -> KnownTensors:
+        if not self._structure.is_current():
+            self._structure = ModelStructure(model, self._volatile)
+            self._structure_version += 1
             locks.forget_model_lock(model)
-        surroundings = _surroundings(model, self._layout)
+        surroundings = surroundings_of(model, self._structure)
         if surroundings != self._surroundings:
             self._surroundings = surroundings
             self._version += 1
-            self._structure += 1
-        present = self._layout.present()
+            self._structure_version += 1
+        present = self._structure.present()
         known = self._known
         if known is None or self._suspects or not known.is_same(present) or known.probe.differs():
             return self._look_over(present, known)
         return known
 
-    def _look_over(self, present: list[torch.Tensor | None], known: _Known | None) -> _Known:
+    def _look_over(self, present: list[torch.Tensor | None], known: KnownTensors | None) -> KnownTensors:
         """Take the checksums of tensors that may have changed."""
-        fresh = _Known(self._layout, present)
+        fresh = KnownTensors(self._structure, present)
         tensors = fresh.tensors(present)
         before, untouched = self._as_before(known, fresh)
         has_changed = known is None or known.names != fresh.names or known.kinds != fresh.kinds
@@ -306,7 +173,7 @@ class ModelWatch:
             value = before[name] if number in untouched else checksum(tensor)
             fresh.checksums.append(value)
             has_changed |= before.get(name) != value
-        self._structure += known is None or known.kinds != fresh.kinds
+        self._structure_version += known is None or known.kinds != fresh.kinds
         self._version += has_changed
         self._known = fresh
         if self._suspects and any(self._stored):
@@ -316,8 +183,10 @@ class ModelWatch:
         self._suspects.clear()
         return fresh
 
-    def _as_before(self, known: _Known | None, fresh: _Known) -> tuple[dict[str, bytes], set[int]]:
-        """The checksums known by name, and the numbers of tensors of which nothing speaks for a change."""
+    def _as_before(
+        self, known: KnownTensors | None, fresh: KnownTensors
+    ) -> tuple[dict[str, bytes], set[int]]:
+        """The known checksums by name, and the numbers of tensors that show no sign of a change."""
         if known is None:
             return {}, set()
         before = dict(zip(known.names, known.checksums, strict=True))
@@ -350,7 +219,7 @@ class ModelWatch:
         with self._lock:
             known = self._known
             self._stored = [any(self._stored), False]
-            present = self._layout.present()
+            present = self._structure.present()
             if known is None or not known.is_same(present):
                 self._known = None  # the next reading looks it all over; until then no old memory is held
                 return
@@ -368,8 +237,8 @@ class ModelWatch:
                     yield number
                     left = most_bytes
             with self._lock:
-                is_same = _versions([tensor])[0] == known.versions[number]
-                if self._known is not known or not is_same or _place(tensor) != known.places[number]:
+                is_same = versions_of([tensor])[0] == known.versions[number]
+                if self._known is not known or not is_same or place_of(tensor) != known.places[number]:
                     return
                 if part.digest() != known.checksums[number]:
                     self._suspects.add(known.names[number])
@@ -389,135 +258,3 @@ def watch_of(model: torch.nn.Module) -> ModelWatch:
         if model not in _watches:
             _watches[model] = ModelWatch(model)
         return _watches[model]
-
-
-# --- what is around the weights ------------------------------------------------------------------
-
-
-def _surroundings(model: torch.nn.Module, layout: _Layout) -> tuple[Any, ...]:
-    """Adapters, config and settings that change what the same weights compute."""
-    return _adapter_states(layout.adapters), config_of(model), numerics(), layout.classes
-
-
-def _adapter_states(layers: list[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(str([each.get(name) for name in _ADAPTER_FIELDS]) for each in layers)
-
-
-def config_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The fields of the model's configs; the attention is the model's own, whoever runs a forward now."""
-    found = []
-    config = getattr(model, "config", None)
-    for each in _with_parts(config):
-        fields = {
-            name: type(value).__name__ if hasattr(value, "to_dict") else comparable(value)
-            for name, value in vars(each).items()
-            if name not in _VOLATILE_CONFIG
-        }
-        name = (
-            "_attn_implementation_internal"
-            if "_attn_implementation_internal" in fields
-            else "_attn_implementation"
-        )
-        fields[name] = own_name(getattr(each, "_attn_implementation", None))
-        found.append((type(each).__name__, fields))
-    return found
-
-
-def _with_parts(config: Any) -> list[Any]:
-    if config is None or not hasattr(config, "to_dict"):
-        return []
-    parts = [
-        value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "__dict__")
-    ]
-    return [config, *parts]
-
-
-def numerics() -> tuple[Any, ...]:
-    """Settings of torch that change the numbers of a forward."""
-    cuda = torch.backends.cuda.matmul
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch's newer settings are in use
-        precision = str(getattr(cuda, "fp32_precision", ""))
-    return (
-        precision,
-        cuda.allow_bf16_reduced_precision_reduction,
-        cuda.allow_fp16_reduced_precision_reduction,
-        torch.get_default_dtype(),
-    )
-
-
-# --- states that cannot be known -----------------------------------------------------------------
-
-
-def gated_reason(layout: _Layout, device_types: set[str]) -> str:
-    """Why nothing may be read or stored while the model is like this; empty where it may."""
-    if why := _ambient_reason(device_types):
-        return f"gated: {why}"
-    if any(map(_training, layout.flags)):
-        return f"gated: {next(name for name, each in layout.flagged if each['training'])} is in train mode"
-    if any(map(_hooks, layout.hooks)) or any(map(_pre_hooks, layout.hooks)):
-        for name, each in layout.hooked:
-            for hook in (*each["_forward_hooks"].values(), *each["_forward_pre_hooks"].values()):
-                if not _is_known(hook):
-                    return f"gated: {name} has a forward hook"
-    for number, each in enumerate(layout.dicts):
-        if "forward" in each and not _is_known_forward(each, layout.kinds[number]):
-            return f"gated: the forward of {layout.names[number]} was replaced"
-    return ""
-
-
-def _peft_reason(model: Any) -> str:
-    """Adapters that begin where the prompt last calls them: a token's KV depends on what comes after it."""
-    configs = getattr(model, "peft_config", None)
-    if not isinstance(configs, dict):
-        return ""
-    active = getattr(model, "active_adapters", ())
-    for name in active if isinstance(active, (list, tuple)) else ():
-        if getattr(configs.get(name), "alora_invocation_tokens", None):
-            return f"gated: the adapter {name} begins where the prompt calls it"
-    return ""
-
-
-def _ambient_reason(device_types: set[str]) -> str:
-    if any(map(torch.is_autocast_enabled, device_types)):
-        return "autocast is on"
-    hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-    if any(hooks):
-        return "there is a forward hook for all modules"
-    if torch._C._len_torch_dispatch_stack() or _function_modes():
-        return "a torch mode changes what operators do"
-    return ""
-
-
-def _function_modes() -> bool:
-    """Whether a mode is on that is not just torch's default device."""
-    if not torch._C._len_torch_function_stack():
-        return False
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
-
-
-def _is_known(function: Any) -> bool:
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    package = str(getattr(function, "__module__", "")).partition(".")[0]
-    return package in _KNOWN_PACKAGES
-
-
-def _is_known_forward(fields: dict[str, Any], kind: Any) -> bool:
-    """Whether it is ours, the class's own put back, or that of a library which moves layers about."""
-    forward = fields["forward"]
-    if kind.__module__.startswith("torch._dynamo"):
-        return True  # a compiled module calls the one inside
-    if "_hf_hook" in fields:
-        hook = fields["_hf_hook"]
-        hooks = [hook, *getattr(hook, "hooks", ())]  # accelerate keeps several in one
-        inside = getattr(fields.get("_old_forward"), "__func__", None)
-        origins = [getattr(getattr(forward, "func", None), "__module__", "")]
-        origins += [type(each).__module__ for each in hooks]
-        return inside is kind.forward and all(str(each).startswith("accelerate.") for each in origins)
-    return getattr(forward, "__func__", None) is kind.forward or hasattr(forward, "is_kvboosts")
