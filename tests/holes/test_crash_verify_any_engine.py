@@ -10,7 +10,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
-from kvboost.proof import checks
+from kvboost.proof.checks import approximate
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]
@@ -123,7 +123,7 @@ def test_a_part_that_raises_is_named(
     def broken(*_args: Any, **_kwargs: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(checks, "sparse_forward", broken)
+    monkeypatch.setattr(approximate, "sparse_forward", broken)
     report = judge(make_engine())
     part = next(check for check in report.checks if check.name == "sparse pass")
     assert part.passed is verdict

@@ -18,18 +18,12 @@ from transformers import LogitsProcessorList
 from kvboost import html_view
 from kvboost.choices import GenerationMode, Origin
 from kvboost.errors import InvalidRequestError
-from kvboost.proof.checks import (
-    APPROXIMATE,
-    EXACT,
-    QUANTIZED,
-    Check,
-    Recorder,
-    Verifiable,
-    divergence,
-    max_kl,
-    run_checks,
-    some_text,
-)
+from kvboost.proof.checks.bounds import divergence, max_kl
+from kvboost.proof.checks.check import APPROXIMATE, EXACT, QUANTIZED, Check
+from kvboost.proof.checks.plan import run_checks
+from kvboost.proof.checks.recorder import Recorder
+from kvboost.proof.checks.stock import some_text
+from kvboost.proof.verifiable import Verifiable
 from kvboost.requests.prompts import Prompt
 
 _SYNTHETIC_TOKENS = 400
@@ -202,8 +196,8 @@ def check_prompt(
     different = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
     if different is None and not same:
         different = min(len(result.token_ids), len(expected.token_ids))
-    size = min(len(forced.rows), len(plain.rows))
-    want, got = torch.stack(plain.rows[:size]), torch.stack(forced.rows[:size])
+    size = min(len(forced.logits), len(plain.logits))
+    want, got = torch.stack(plain.logits[:size]), torch.stack(forced.logits[:size])
     total = len(token_ids)
     shares = {
         origin.value: sum(span.length for span in result.spans if span.origin is origin) / total

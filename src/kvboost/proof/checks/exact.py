@@ -1,0 +1,122 @@
+"""The parts that exact reuse stands on: attention, layers, positions, the store, batches, bit-exact mode.
+
+Each is compared with the stock model. Knows the engine as far as `Verifiable` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList
+
+from kvboost.choices import GenerationMode
+from kvboost.kv.arena import Arena
+from kvboost.proof.checks.bounds import relative_error, tolerance
+from kvboost.proof.checks.check import EXACT, Check
+from kvboost.proof.checks.faults import Fault, find_fault
+from kvboost.proof.checks.recorder import Recorder
+from kvboost.proof.checks.stock import PLAIN, PROBE_TOKENS, Stock, some_text
+from kvboost.proof.fresh_engine import fresh_engine
+from kvboost.proof.verifiable import Verifiable
+from kvboost.run import decode
+
+
+def check_attention(engine: Verifiable, _asked: Any) -> list[Check]:
+    """The engine's attention over cached KV, for one, few and many new tokens."""
+    stock = Stock(engine.model, some_text(engine, PROBE_TOKENS))
+    total, worst, where = stock.ids.shape[1], 0.0, ""
+    for new in (1, total // 20 + 2, total // 2):
+        arena = stock.arena(engine.layout, total - new)
+        with decode.running(engine.model, fast=True), torch.no_grad():
+            output = engine.model(input_ids=stock.ids[:, -new:], past_key_values=arena, use_cache=True)
+        error = relative_error(output.logits[0], stock.logits[-new:])
+        if error >= worst:
+            worst, where = error, f"{new} new tokens over {total - new} cached"
+    bound = tolerance(engine)
+    return [
+        Check("attention", EXACT, worst <= bound, f"off by {worst:.1g} ({where})", worst, bound),
+    ]
+
+
+def check_prefill(engine: Verifiable, _asked: Any) -> list[Check]:
+    """KV that the engine computes in pieces: every layer in its place, every token at its position."""
+    ids = np.asarray(some_text(engine, PROBE_TOKENS), dtype=np.int64)
+    stock = Stock(engine.model, ids.tolist())
+    arena = Arena(engine.layout, len(ids))
+    with decode.running(engine.model, fast=True):
+        for end in (len(ids) // 4 + 1, len(ids) // 2, len(ids)):
+            decode.prefill(engine.model, ids, arena, end)
+    fault, error = find_fault(engine, arena.as_past_key_values(), stock.kv, "prefill")
+    return _judged(engine, ("layers", "positions", "prefill"), fault, error)
+
+
+def check_stored(engine: Verifiable, asked: Sequence[Sequence[int]]) -> list[Check]:
+    """What the store holds of the prompts must be the KV that the model computes for their tokens."""
+    if engine.is_quantized:
+        return [Check("stored KV", EXACT, None, "kept in fewer bits: see quantized")]
+    if engine.is_lossy:
+        return [Check("stored KV", EXACT, None, "overlap encoding: chunks do not see all before them")]
+    worst, tokens = 0.0, 0
+    for ids in asked:
+        found = engine.assembler.assemble(ids, engine.namespace())
+        if found.cached_past_kv is None:
+            continue
+        tokens += found.cached_length
+        stock = Stock(engine.model, ids[: found.cached_length], logits=False)
+        fault, error = find_fault(engine, found.cached_past_kv, stock.kv, "stored KV")
+        worst = max(worst, error)
+        if fault is not None:
+            return _judged(engine, (fault.part,), fault, error)
+    if not tokens:
+        return [Check("stored KV", EXACT, None, "nothing of the prompts is stored")]
+    detail = f"{tokens:,} tokens, off by {worst:.1g}"
+    return [Check("stored KV", EXACT, True, detail, worst, tolerance(engine))]
+
+
+def _judged(engine: Verifiable, parts: Sequence[str], fault: Fault | None, error: float) -> list[Check]:
+    bound = tolerance(engine)
+    return [
+        Check(part, EXACT, None, f"not judged, since {fault.part} is wrong")
+        if fault is not None and fault.part != part
+        else Check(part, EXACT, fault is None, fault.detail if fault else f"off by {error:.1g}", error, bound)
+        for part in parts
+    ]
+
+
+def check_batches(engine: Verifiable, _asked: Any) -> list[Check]:
+    """Sequences that run together, against the model's own generate."""
+    ids = some_text(engine, PROBE_TOKENS)
+    half = len(ids) // 2
+    prompts = [ids[: half + 1], ids[: half + len(ids) // 4], ids]
+    with closing(fresh_engine(engine, **PLAIN, bit_exact=False)) as fresh:
+        if fresh.why_not_packed and not engine.why_not_packed:  # they ran together when the engine was made
+            return [Check("batches", EXACT, False, fresh.why_not_packed)]
+        results = [result.token_ids for result in fresh.generate_batch(prompts, 8)]
+        expected = [fresh.generate(prompt, 8, GenerationMode.BASELINE).token_ids for prompt in prompts]
+    same = sum(a == b for a, b in zip(results, expected, strict=True))
+    return [Check("batches", EXACT, same == len(prompts), f"{same} of {len(prompts)} rows equal BASELINE's")]
+
+
+def check_bit_exact(engine: Verifiable, _asked: Any) -> list[Check]:
+    """Logits of a cold and a warm run in bit-exact mode."""
+    ids = some_text(engine, 2 * engine.chunk_size + 40)
+    with closing(fresh_engine(engine, **PLAIN, bit_exact=True)) as fresh:
+        cold, warm, plain = (
+            _first_logits(fresh, ids, mode) for mode in ("prefix_cache", "prefix_cache", "baseline")
+        )
+        reused = fresh.generate(ids, 1, "prefix_cache", min_new_tokens=0).cached_tokens
+    if not reused:
+        return [Check("bit-exact", EXACT, None, "the model has no room for a whole block to reuse")]
+    equal = torch.equal(cold, warm) and torch.equal(cold, plain)
+    words = "equal to the last bit" if equal else f"off by {float((cold - warm).abs().max()):.1g}"
+    return [Check("bit-exact", EXACT, equal, f"warm and cold logits, {reused} tokens reused: {words}")]
+
+
+def _first_logits(engine: Verifiable, ids: list[int], mode: str) -> torch.Tensor:
+    recorder = Recorder()
+    engine.generate(ids, 1, mode, min_new_tokens=0, logits_processor=LogitsProcessorList([recorder]))
+    return recorder.logits[0]
