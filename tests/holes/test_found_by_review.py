@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-import kvboost.engine as engine_module
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
+from kvboost.executor import model_fit
 from kvboost.identity import weights
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import with_adapters
@@ -88,7 +88,7 @@ def test_weights_that_change_while_an_engine_is_made(
 ) -> None:
     """They are not taken for what the model's own forward writes to."""
     model = tiny_model("llama")
-    probe = engine_module.probe_layout
+    probe = model_fit.probe_layout
 
     def probing(each: Any) -> Any:
         each.model.layers[0].mlp.up_proj.weight.data.mul_(-1.1)
@@ -96,7 +96,7 @@ def test_weights_that_change_while_an_engine_is_made(
         monkeypatch.undo()
         return probe(each)
 
-    monkeypatch.setattr(engine_module, "probe_layout", probing)
+    monkeypatch.setattr(model_fit, "probe_layout", probing)
     engine = make_engine(model=model)
     is_right(engine)
     for change in (
