@@ -14,6 +14,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.errors import BuiltinModelMissingError
 from kvboost.loading.embedded import ensure_checkpoint
+from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -26,8 +27,6 @@ def tokenizer() -> Any:
 def make_engine(tokenizer: Any) -> Iterator[Callable[..., KVBoost]]:
     """Engines on tiny models; the integrity of every store is checked at the end."""
     engines: list[KVBoost] = []
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny models lose more by waiting for a second core than they gain
 
     def make(architecture: str = "llama", *, model: Any = None, **options: Any) -> KVBoost:
         dtype = options.pop("dtype", torch.float32)
@@ -37,8 +36,8 @@ def make_engine(tokenizer: Any) -> Iterator[Callable[..., KVBoost]]:
         engines.append(engine)
         return engine
 
-    yield make
-    torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        yield make
     for engine in engines:
         engine.cache_manager.check_integrity()
         engine.close()

@@ -6,17 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from kvboost.cli.main import main
 from kvboost.cli.stats import uses_histogram
+from tests.cli.command import kvboost
 
 TEXT = "The lamp is lit thirty minutes before sunset."  # the tiny tokenizer has a token per byte
 TOKEN_SIZE = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, float32
-
-
-def kvboost(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from kvboost.cli.main import main
 from kvboost.disk.folder import DESCRIPTION, seal
 from kvboost.disk.tier import INDEX, SLOTS, DiskTier
+from tests.cli.command import kvboost
 
 TEXT = "The lamp is lit thirty minutes before sunset."  # the tiny tokenizer has a token per byte
 SLOT_BYTES = 16_384  # of 16 tokens
 DAMAGED = 3
-
-
-def kvboost(*arguments: str | Path, answer: str | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=answer)
 
 
 def generate(model: str, folder: Path, prompt: str = TEXT, *more: str) -> dict[str, Any]:

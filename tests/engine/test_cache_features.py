@@ -15,6 +15,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import CacheFileError
+from tests.threads import in_threads
 from tests.tiny_models import random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]
@@ -258,23 +259,6 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def _in_threads(count: int, work: Callable[[int], None]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:  # shown in the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-
-
 @pytest.mark.parametrize(("max_chunks", "engines"), [(None, 1), (None, 2), (6, 1)])
 def test_8_threads_with_20_prompts_each(
     max_chunks: int | None, engines: int, make_engine: MakeEngine
@@ -290,7 +274,7 @@ def test_8_threads_with_20_prompts_each(
             engine = served[index % engines]
             results[index] = engine.generate(prompts[index], max_new_tokens=4, mode="prefix_cache").token_ids
 
-    _in_threads(8, work)
+    in_threads(8, work)
     assert results == expected
     for engine in served:
         engine.cache_manager.check_integrity()
@@ -311,7 +295,7 @@ def test_threads_with_text_and_chats(make_engine: MakeEngine) -> None:
             results[index] = "".join(engine.stream(prompts[index], max_new_tokens=3, mode="prefix_cache"))
             engine.explain(prompts[index])
 
-    _in_threads(8, work)
+    in_threads(8, work)
     assert results == expected
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost
+from tests.threads import in_threads
 from tests.tiny_models import VOCAB, random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]
@@ -307,11 +308,7 @@ def test_threads_give_the_sequential_answers(make_engine: MakeEngine) -> None:
         for index in range(first, len(prompts), 4):
             results[index] = engine.generate(prompts[index], max_new_tokens=6, mode="prefix_cache").token_ids
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, work)
     assert results == expected
 
 

@@ -27,6 +27,7 @@ from kvboost.reuse.assembler import PromptAssembler
 from kvboost.reuse.costs import CostEstimate
 from kvboost.reuse.repair import RepairStrategy
 from kvboost.run import decode, sparse_forward
+from tests.threads import one_torch_thread
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 pytestmark = pytest.mark.exactness
@@ -38,10 +39,8 @@ EAGER = ["llama", "gemma2", "gemma3", "stablelm"]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_torch_thread():
+        yield
 
 
 @cache

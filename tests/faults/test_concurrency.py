@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,6 +12,7 @@ import pytest
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.layout import Packed
 from kvboost.store.manager import ROOT, KVCacheManager
+from tests.threads import in_threads
 from tests.unit.fake_kv import CODEC, TOKEN_SIZE, check_cover, check_kv, extractor, store, user_chunk
 
 THREADS = 8
@@ -27,28 +27,6 @@ def _switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
-    """Run `work(number)` in every thread at once; the first error is raised here."""
-    errors: list[BaseException] = []
-    together = threading.Barrier(count)
-
-    def run(number: int) -> None:
-        try:
-            together.wait(timeout=30)
-            work(number)
-        except BaseException as error:  # handed to the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 def a_text(rng: random.Random) -> list[int]:
@@ -99,7 +77,7 @@ def test_threads_hammering_one_store(max_chunks: int | None, max_tokens: int | N
             if number == 0:
                 manager.check_integrity()
 
-    in_threads(work)
+    in_threads(THREADS, work)
     manager.check_integrity()
     for entry in manager._store.entries.values():
         assert entry.readers == 0
@@ -115,7 +93,7 @@ def test_what_one_thread_holds_no_other_evicts() -> None:
         for step in range(60):
             store(manager, [1000 + 100 * number + step] * 3)
 
-    in_threads(work)
+    in_threads(THREADS, work)
     assert manager.match_prefix(mine).length == 8
     check_kv(match.matches, mine)
     manager.release(match)
@@ -131,7 +109,7 @@ def test_the_same_text_stored_by_all_is_stored_once() -> None:
             cuts = list(range(CHUNK, end + 1, CHUNK))
             manager.store_prefix(tokens[:end], cuts, CODEC, slow(tokens))
 
-    in_threads(work)
+    in_threads(THREADS, work)
     manager.check_integrity()
     assert len(manager) == 10
     assert manager.stats()["bytes"] == 40 * TOKEN_SIZE
@@ -150,7 +128,7 @@ def test_texts_that_extend_each_other_are_all_found() -> None:
             for tokens in (text(number)[: number + 1], text(number)):
                 manager.store_prefix(tokens, [len(tokens)], CODEC, slow(tokens))
 
-    in_threads(work)
+    in_threads(THREADS, work)
     manager.check_integrity()
     for number in range(THREADS):
         tokens = text(number)
@@ -173,7 +151,7 @@ def test_clearing_while_others_store_and_read() -> None:
                 manager.store_prefix(tokens, [len(tokens)], CODEC, slow(tokens))
                 check_kv(manager.find_matching_chunks(tokens), tokens)
 
-    in_threads(work)
+    in_threads(THREADS, work)
     manager.check_integrity()
     manager.clear()
     assert len(manager) == 0

@@ -19,7 +19,7 @@ from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
 from kvboost.kernels import linears
 from tests.holes.stock import stock_answer
-from tests.holes.test_hole_6_shared_configs import in_threads
+from tests.threads import at_once
 from tests.tiny_models import random_ids, tiny_model, tiny_tokenizer
 
 MakeEngine = Callable[..., KVBoost]
@@ -83,7 +83,7 @@ def test_seeds_of_two_threads_do_not_disturb_each_other(
         for _ in range(2_000):
             torch.rand(3)
 
-    in_threads(
+    at_once(
         *(lambda number=number: found.update({number: answers(engines[number])}) for number in range(2)),  # type: ignore[misc]
         drawing,
     )
@@ -274,7 +274,7 @@ def test_weights_changed_from_another_thread(make_engine: MakeEngine) -> None:
         finally:
             stop.set()
 
-    in_threads(change, ask)
+    at_once(change, ask)
     for _ in range(2):
         answer = engine.generate(PROMPT, max_new_tokens=4, mode="prefix_cache")
         assert answer.token_ids == stock_answer(engine.model, PROMPT, 4)

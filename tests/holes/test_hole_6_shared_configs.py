@@ -15,30 +15,10 @@ from kvboost import KVBoost
 from kvboost.executor.model_fit import encoding_of
 from kvboost.identity.namespace import NamespaceTracker
 from tests.holes.stock import stock_answer
+from tests.threads import at_once
 from tests.tiny_models import random_ids, tiny_model
 
 MakeEngine = Callable[..., KVBoost]
-
-
-def in_threads(*functions: Callable[[], None]) -> None:
-    """Run them at once; the first error of any is raised."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(functions))
-
-    def run(function: Callable[[], None]) -> None:
-        barrier.wait()
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(each,)) for each in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def asking(engine: KVBoost, seed: int, rounds: int = 12) -> Callable[[], None]:
@@ -69,7 +49,7 @@ def test_two_models_that_share_a_config(
         if parameter.dim() > 1:
             parameter.data.mul_(3.0)
     engines = [make_engine(model=model) for model in (first, second)]
-    in_threads(*(asking(engine, 100 * number) for number, engine in enumerate(engines)))
+    at_once(*(asking(engine, 100 * number) for number, engine in enumerate(engines)))
     assert first.config._attn_implementation == implementation
     from kvboost.locks import model_lock
 
@@ -85,7 +65,7 @@ def test_an_adapted_model_and_the_one_inside(make_engine: MakeEngine) -> None:
     ).eval()
     adapted.config.architectures = ["LlamaForCausalLM"]
     engines = [make_engine(model=adapted), make_engine(model=model)]
-    in_threads(*(asking(engine, 100 * number) for number, engine in enumerate(engines)))
+    at_once(*(asking(engine, 100 * number) for number, engine in enumerate(engines)))
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -104,7 +84,7 @@ def test_a_users_own_thread_calls_the_model_meanwhile(
             with torch.no_grad():
                 assert torch.equal(engine.model(input_ids=ids).logits, expected)
 
-    in_threads(forward, asking(engine, 7))
+    at_once(forward, asking(engine, 7))
 
 
 def test_a_users_own_thread_generates_meanwhile(make_engine: MakeEngine) -> None:
@@ -117,7 +97,7 @@ def test_a_users_own_thread_generates_meanwhile(make_engine: MakeEngine) -> None
         for _ in range(15):
             assert stock_answer(engine.model, prompt, 9) == expected
 
-    in_threads(generate, asking(engine, 7))
+    at_once(generate, asking(engine, 7))
     assert engine.model.generation_config.max_new_tokens is None
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from kvboost import KVBoost
 from tests.forwards import on_forward
+from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ def serve() -> Iterator[Callable[..., Running]]:
 @pytest.fixture
 def make_slow_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., KVBoost]]:
     """Engines that need a while for every step, and never end an answer by themselves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     engines: list[KVBoost] = []
 
     def make(step_s: float = 0.02, **options: Any) -> KVBoost:
@@ -56,8 +54,8 @@ def make_slow_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
         engines.append(engine)
         return engine
 
-    yield make
-    torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        yield make
     for engine in engines:
         engine.cache_manager.check_integrity()
         engine.close()

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from kvboost import KVBoost
 from tests.server.running import HELLO, MODEL, Running, running
+from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 MakeEngine = Callable[..., KVBoost]
@@ -24,14 +24,11 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """One server for all of them: what is refused leaves nothing behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     engine = KVBoost(tiny_model("llama"), tiny_tokenizer(), chunk_size=16, max_chunks=None)
-    with running(engine, max_request_bytes=20_000, max_waiting=16) as server:
+    with one_torch_thread(), running(engine, max_request_bytes=20_000, max_waiting=16) as server:
         yield server
         stats = vars(server.service.worker.stats)
         assert {name: count for name, count in stats.items() if count and name != "answered"} == {}
-    torch.set_num_threads(threads)
     assert engine.cache_stats()["chunks"] == 0, "nothing was computed"
     engine.close()
 

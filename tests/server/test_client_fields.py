@@ -13,7 +13,6 @@ from typing import Annotated, Any, get_type_hints
 
 import httpx
 import pytest
-import torch
 from fastapi.exceptions import RequestValidationError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -36,6 +35,7 @@ from kvboost.server.schemas import (
     TextPart,
 )
 from tests.server.running import HELLO, Running, running
+from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 MakeEngine = Callable[..., KVBoost]
@@ -50,13 +50,9 @@ NAMED = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     engine = KVBoost(tiny_model("llama"), tiny_tokenizer(), chunk_size=16, max_chunks=None)
-    with running(engine, default_max_tokens=4) as server:
+    with one_torch_thread(), engine, running(engine, default_max_tokens=4) as server:
         yield server
-    torch.set_num_threads(threads)
-    engine.close()
 
 
 def refusal(kind: type[Body], **body: Any) -> ApiError:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import schemathesis
-import torch
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode, checks
 
 from kvboost import KVBoost
 from kvboost.server.schemas import ChatRequest, CompletionRequest
 from tests.server.running import Running, running
+from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 CHECKS = (
@@ -34,14 +34,11 @@ ROUTES = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     engine = KVBoost(tiny_model("llama"), tiny_tokenizer(), chunk_size=16, max_chunks=50)
-    with running(engine, default_max_tokens=3, timeout_s=1, max_waiting=200) as server:
+    with one_torch_thread(), running(engine, default_max_tokens=3, timeout_s=1, max_waiting=200) as server:
         yield server
         assert server.client.get("/ready").status_code == 200
         assert server.stats()["worker"]["failed"] == 0
-    torch.set_num_threads(threads)
     engine.cache_manager.check_integrity()
     engine.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from tests.engine.reuse_checks import (
     shelf_engine,
 )
 from tests.fixture_types import MakeEngine
+from tests.threads import in_threads
 from tests.tiny_models import long_model, random_ids
 
 
@@ -90,34 +90,25 @@ def test_threads_on_one_engine(budget_tokens: int | None, make_engine: MakeEngin
     budget = None if budget_tokens is None else budget_tokens * per_token
     shelf = documents(6, seed=24, low=60, high=110)
     engine = shelf_engine(make_engine, shelf, model=model, max_cache_bytes=budget)
-    errors: list[BaseException] = []
     approximate: list[int] = []
 
     def work(number: int) -> None:
         draw = random.Random(number)
-        try:
-            for step in range(10):
-                parts = draw.sample(shelf, 3)
-                prompt = [*joined(parts), *random_ids(6, seed=10 * number + step)]
-                result = engine.generate(prompt, max_new_tokens=3)
-                check_spans(result)
-                approximate.append(approximate_tokens(result))
-                follow_up = engine.generate([*prompt, *result.token_ids, 9], max_new_tokens=2)
-                check_spans(follow_up)
-                if step % 3 == 0:
-                    engine.warm(draw.choice(shelf))
-                    engine.explain(prompt)
-                stats = engine.cache_stats()
-                assert budget is None or stats["bytes"] <= budget
-        except BaseException as error:  # shown in the test's own thread
-            errors.append(error)
+        for step in range(10):
+            parts = draw.sample(shelf, 3)
+            prompt = [*joined(parts), *random_ids(6, seed=10 * number + step)]
+            result = engine.generate(prompt, max_new_tokens=3)
+            check_spans(result)
+            approximate.append(approximate_tokens(result))
+            follow_up = engine.generate([*prompt, *result.token_ids, 9], max_new_tokens=2)
+            check_spans(follow_up)
+            if step % 3 == 0:
+                engine.warm(draw.choice(shelf))
+                engine.explain(prompt)
+            stats = engine.cache_stats()
+            assert budget is None or stats["bytes"] <= budget
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    in_threads(4, work)
     assert sum(map(bool, approximate)) >= 10
     check_store(engine)
     check_exact_tree(engine)

@@ -86,25 +86,6 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-def in_threads(count: int, work: Callable[[int], None], seconds: float = 30.0) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:  # shown in the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
 def check_exact_on_disk(engine: KVBoost) -> int:
     """Every chunk on disk of the exact chains holds what a full prefill gives; returns their number."""
     tier = tier_of(engine)

@@ -23,11 +23,11 @@ from tests.engine.disk.on_disk import (
     answers_as_baseline,
     flush,
     go_cold,
-    in_threads,
     within,
 )
 from tests.engine.reuse_checks import approximate_tokens, pay_always
 from tests.fixture_types import MakeEngine
+from tests.threads import in_threads
 from tests.tiny_models import random_ids
 
 

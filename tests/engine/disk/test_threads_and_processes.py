@@ -23,10 +23,10 @@ from tests.engine.disk.on_disk import (
     answers_as_baseline,
     check_exact_on_disk,
     flush,
-    in_threads,
     tier_of,
 )
 from tests.fixture_types import MakeEngine
+from tests.threads import in_threads
 from tests.tiny_models import random_ids
 
 ROOT = Path(__file__).parents[3]

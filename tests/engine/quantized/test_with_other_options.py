@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from tests.engine.reuse_checks import (
     shelf_engine,
 )
 from tests.fixture_types import MakeEngine
+from tests.threads import in_threads
 from tests.tiny_models import long_model, random_ids, tiny_model
 
 
@@ -212,29 +212,20 @@ def test_engines_with_different_bits_share_a_model_in_threads(make_engine: MakeE
     engines.append(make_engine(model=model, kv_cache_bits=8, max_cache_bytes=budget))
     prompts = [random_ids(30 + k % 5, seed=k % 7) + random_ids(1 + k % 9, seed=500 + k) for k in range(20)]
     expected = [engines[0].generate(p, max_new_tokens=3, mode="baseline").token_ids for p in prompts]
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for index in range(number, len(prompts), 4):
-                for engine in engines:
-                    result = engine.generate(prompts[index], max_new_tokens=3, mode="prefix_cache")
-                    check_spans(result)
-                    check_labels(engine, result.spans)
-                    if engine.codec.bits == 16:
-                        assert result.token_ids == expected[index]
-                    engine.explain(prompts[index])
-                    again = engine.generate(prompts[index], max_new_tokens=3, mode="baseline")
-                    assert again.token_ids == expected[index]
-        except BaseException as error:  # shown in the test's own thread
-            errors.append(error)
+        for index in range(number, len(prompts), 4):
+            for engine in engines:
+                result = engine.generate(prompts[index], max_new_tokens=3, mode="prefix_cache")
+                check_spans(result)
+                check_labels(engine, result.spans)
+                if engine.codec.bits == 16:
+                    assert result.token_ids == expected[index]
+                engine.explain(prompts[index])
+                again = engine.generate(prompts[index], max_new_tokens=3, mode="baseline")
+                assert again.token_ids == expected[index]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    in_threads(4, work)
     for engine in engines:
         check_bytes(engine)
         check_tree(engine, factor=2.0)
@@ -246,31 +237,22 @@ def test_threads_with_approximate_reuse_and_text_that_is_refused(make_engine: Ma
     budget = 60 * make_engine(model=model, kv_cache_bits=8).codec.bytes_for(16)
     shelf = documents(6, seed=46, low=60, high=110)
     engine = shelf_engine(make_engine, shelf, model=model, kv_cache_bits=8, max_cache_bytes=budget)
-    errors: list[BaseException] = []
     approximate: list[int] = []
 
     def work(number: int) -> None:
         draw = random.Random(number)
-        try:
-            for step in range(8):
-                prompt = [*joined(draw.sample(shelf, 3)), *random_ids(6, seed=10 * number + step)]
-                if step % 3 == 2:
-                    prompt.insert(draw.randrange(len(prompt)), BAD_TOKEN)
-                result = engine.generate(prompt, max_new_tokens=3)
-                check_spans(result)
-                check_labels(engine, result.spans)
-                approximate.append(approximate_tokens(result))
-                engine.warm(draw.choice(shelf))
-                assert engine.cache_stats()["bytes"] <= budget
-        except BaseException as error:  # shown in the test's own thread
-            errors.append(error)
+        for step in range(8):
+            prompt = [*joined(draw.sample(shelf, 3)), *random_ids(6, seed=10 * number + step)]
+            if step % 3 == 2:
+                prompt.insert(draw.randrange(len(prompt)), BAD_TOKEN)
+            result = engine.generate(prompt, max_new_tokens=3)
+            check_spans(result)
+            check_labels(engine, result.spans)
+            approximate.append(approximate_tokens(result))
+            engine.warm(draw.choice(shelf))
+            assert engine.cache_stats()["bytes"] <= budget
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    in_threads(4, work)
     assert sum(map(bool, approximate)) >= 5
     assert engine.cache_stats()["refused"]["not finite"] > 0
     check_bytes(engine)

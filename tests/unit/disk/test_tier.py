@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from kvboost.kv.codec import KeptChunk, KVCodec
 from kvboost.kv.layout import KVLayout
 from kvboost.models import CachedChunk, chained_hash
 from tests.faults.disk_writer import SLOT_BYTES, chunk_of, is_right, key_of
+from tests.threads import in_threads
 from tests.unit.fake_kv import past_of, user_chunk
 
 OPEN_FILES = Path("/proc/self/fd")
@@ -639,27 +639,17 @@ def test_two_writers_of_the_same_chunk_at_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_threads_share_a_tier(tmp_path: Path) -> None:
-    errors: list[BaseException] = []
     with open_tier(tmp_path / "cache") as tier:
 
         def work(seed: int) -> None:
-            try:
-                for step in range(40):
-                    number = (seed * 7 + step) % 9
-                    if (seed + step) % 2:
-                        assert tier.write(chunk_of(number))
-                    else:
-                        has(tier, number)
-            except BaseException as error:  # handed to the test's own thread
-                errors.append(error)
+            for step in range(40):
+                number = (seed * 7 + step) % 9
+                if (seed + step) % 2:
+                    assert tier.write(chunk_of(number))
+                else:
+                    has(tier, number)
 
-        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-            assert not thread.is_alive(), "a thread hangs"
-        assert errors == []
+        in_threads(6, work)
         report = tier.check()
         assert (report.good, report.free, report.writing, report.is_good) == (4, 0, 0, True)
         assert "corrupt" not in tier.stats()["misses"]
