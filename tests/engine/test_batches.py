@@ -1,4 +1,4 @@
-"""generate_batch, generate_many and stream_many: every row is answered as it would be alone."""
+"""generate_batch, generate_many and stream_many: every sequence is answered as it would be alone."""
 
 from __future__ import annotations
 
@@ -208,19 +208,19 @@ def test_every_option_gives_what_generate_gives(make_engine: MakeEngine, options
 
 
 def test_processors_criteria_and_allowed_tokens_of_ones_own(make_engine: MakeEngine) -> None:
-    """prefix_allowed_tokens_fn is told the number of the prompt, as transformers tells it the row."""
+    """prefix_allowed_tokens_fn is told the number of the prompt, as transformers tells it the batch index."""
     engine = make_engine()
     prompts = ragged(3, 30, seed=21)
     asked: set[int] = set()
 
-    def allowed(row: int, _ids: torch.Tensor) -> list[int]:
-        asked.add(row)
-        return [30 + row, 40 + row]
+    def allowed(index: int, _ids: torch.Tensor) -> list[int]:
+        asked.add(index)
+        return [30 + index, 40 + index]
 
     results = engine.generate_batch(prompts, max_new_tokens=4, prefix_allowed_tokens_fn=allowed)
     assert asked == {0, 1, 2}
-    for row, result in enumerate(results):
-        assert set(result.token_ids) <= {30 + row, 40 + row}
+    for index, result in enumerate(results):
+        assert set(result.token_ids) <= {30 + index, 40 + index}
 
     def prefer_50(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, 50] += 1000
@@ -258,7 +258,7 @@ def test_sampling_is_reproducible_and_differs_between_equal_prompts(make_engine:
 def test_rows_that_finish_early_stop_costing(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row's last forward is that of its last token."""
+    """A sequence's last forward is that of its last token."""
     engine = make_engine()
     prompts = ragged(5, 40, seed=23)
     answers = baseline(engine, prompts, max_new_tokens=12)
@@ -273,7 +273,7 @@ def test_rows_that_finish_early_stop_costing(
     assert steps == [sum(len(ids) > step for ids in expected) for step in range(1, longest)]
 
 
-# --- modes, and models that cannot run rows --------------------------------------------------
+# --- modes, and models that cannot run batches -----------------------------------------------
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
@@ -409,7 +409,7 @@ def test_the_bound_holds(make_engine: MakeEngine) -> None:
     engine.generate_many(prompts, max_new_tokens=3, max_batch_tokens=400)
     counts = engine.cache_stats()["batches"]
     rounded = -(-400 // 64) * 64
-    assert counts["rows"] == 40
+    assert counts["sequences"] == 40
     assert counts["largest_kv_bytes"] <= rounded * 5 // 4 * engine.layout.bytes_per_token
 
 

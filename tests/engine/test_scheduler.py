@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
-from kvboost.batching import scheduler as row_loop
-from kvboost.batching.radix_tree import Node, RadixTree, SlotPool
+from kvboost.batching import batch_memory, prefill
+from kvboost.batching import scheduler as scheduler_module
+from kvboost.batching.pace import Pace
+from kvboost.batching.radix_tree import Node, RadixTree
 from kvboost.batching.scheduler import Scheduler
+from kvboost.batching.slot_pool import SlotPool
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError
-from kvboost.kernels import packed as row_attention
+from kvboost.kernels import packed
 from kvboost.requests.request import Request
 from tests.checked_requests import read_request
 from tests.forwards import count_fed
@@ -51,41 +54,41 @@ def expected(engine: KVBoost, prompt: list[int], new_tokens: int, **options: Any
     return engine.generate(prompt, new_tokens, mode=GenerationMode.BASELINE, **options).token_ids
 
 
-def run(loop: Scheduler, arrivals: list[tuple[int, Request]], max_steps: int = 2_000) -> list[Heard]:
+def run(scheduler: Scheduler, arrivals: list[tuple[int, Request]], max_steps: int = 2_000) -> list[Heard]:
     """Let requests arrive at given steps and join when there is room, in order."""
     heard = [Heard() for _ in arrivals]
     waiting = list(zip(arrivals, heard, strict=True))
     for step in range(max_steps):
         while waiting and waiting[0][0][0] <= step:
             request = waiting[0][0][1]
-            loop.check(request)
-            if loop.rows and not loop.has_room(request):
+            scheduler.check(request)
+            if scheduler.sequences and not scheduler.has_room(request):
                 break
-            loop.join(request, waiting.pop(0)[1])
-        if not loop.rows and not waiting:
+            scheduler.join(request, waiting.pop(0)[1])
+        if not scheduler.sequences and not waiting:
             break
-        loop.step()
-        check_slots(loop)
+        scheduler.step()
+        check_slots(scheduler)
     assert [each.error for each in heard if each.result is None] == []
     return heard
 
 
-def check_slots(loop: Scheduler) -> None:
-    """No slot is lost, none is used twice, and lanes are neighbours."""
-    lanes = loop.max_sequences * row_loop.LANE_TOKENS
-    used = np.zeros(loop._arena.capacity, dtype=int)
-    for start, end in loop.radix_tree.pool._ranges:
+def check_slots(scheduler: Scheduler) -> None:
+    """No slot is lost, none is used twice, and lanes are adjacent."""
+    lanes = scheduler.max_sequences * batch_memory.LANE_TOKENS
+    used = np.zeros(scheduler._memory.arena.capacity, dtype=int)
+    for start, end in scheduler.radix_tree.pool._ranges:
         used[start:end] += 1
-    nodes = {id(node): node for row in loop.rows for node in row.node.path}
-    nodes |= {id(node): node for root in loop.radix_tree._roots.values() for node in root.subtree()}
+    nodes = {id(node): node for sequence in scheduler.sequences for node in sequence.node.path}
+    nodes |= {id(node): node for root in scheduler.radix_tree._roots.values() for node in root.subtree()}
     for node in nodes.values():
         used[node.segment.start : node.segment.start + node.segment.capacity] += 1
-    for row in loop.rows:
-        for segment in row.moved_on:
+    for sequence in scheduler.sequences:
+        for segment in sequence.spilled:
             used[segment.start : segment.start + segment.capacity] += 1
     assert used[lanes:].tolist() == [1] * (len(used) - lanes)
-    starts = sorted(row.lane.start for row in loop.rows)
-    assert starts == [number * row_loop.LANE_TOKENS for number in range(len(starts))]
+    starts = sorted(sequence.lane.start for sequence in scheduler.sequences)
+    assert starts == [number * batch_memory.LANE_TOKENS for number in range(len(starts))]
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -109,10 +112,10 @@ def test_everyone_equals_baseline(make_engine: MakeEngine, name: str) -> None:
     draw = random.Random(7)
     lengths = [draw.randint(1, 12) for _ in asked]
     wanted = [expected(engine, prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
-    loop = engine.core.scheduler(max_sequences=4, prompt_tokens=2_000)
+    scheduler = engine.core.scheduler(max_sequences=4, max_tokens=2_000)
     at = [draw.randint(0, 15) for _ in asked]
     requests = [read_request(engine, prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
-    heard = run(loop, sorted(zip(at, requests, strict=True), key=lambda each: each[0]))
+    heard = run(scheduler, sorted(zip(at, requests, strict=True), key=lambda each: each[0]))
     by_request = {id(r): w for r, w in zip(requests, wanted, strict=True)}
     ordered = [r for _, r in sorted(zip(at, requests, strict=True), key=lambda each: each[0])]
     for request, one in zip(ordered, heard, strict=True):
@@ -122,21 +125,21 @@ def test_everyone_equals_baseline(make_engine: MakeEngine, name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_in_little_room(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Text is thrown out of the arena all the time, and rows wait for each other's text.
+    """Text is evicted from the arena all the time, and sequences wait for each other's text.
 
     How many prompt tokens a step takes is drawn, down to single ones: measured times would decide it.
     """
     draw = random.Random(seed)
     blocks = [1, 2, 3, 7, 16, 64, 256]
-    monkeypatch.setattr(row_loop.Pace, "block", lambda *_: draw.choice(blocks))
+    monkeypatch.setattr(Pace, "budget", lambda *_: draw.choice(blocks))
     engine = make_engine(max_chunks=[None, 6][seed % 2])
     asked = prompts(40, seed=10 + seed)
     lengths = [draw.randint(1, 9) for _ in asked]
     wanted = [expected(engine, prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
-    loop = engine.core.scheduler(max_sequences=5, prompt_tokens=320)
+    scheduler = engine.core.scheduler(max_sequences=5, max_tokens=320)
     requests = [read_request(engine, prompt, n) for prompt, n in zip(asked, lengths, strict=True)]
     arrivals = list(zip(sorted(draw.choices(range(60), k=40)), requests, strict=True))
-    heard = run(loop, arrivals)
+    heard = run(scheduler, arrivals)
     assert [one.tokens for one in heard] == wanted
     for one, prompt in zip(heard, asked, strict=True):
         result = one.result
@@ -148,70 +151,70 @@ def test_many_in_little_room(make_engine: MakeEngine, monkeypatch: pytest.Monkey
         assert 0 < result.ttft_ms <= result.total_ms
 
 
-def test_rows_that_share_are_attended_together(
+def test_sequences_that_share_a_prefix_are_attended_together(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six rows in turns behind two texts: per layer one call for each text, and one for all lanes."""
+    """Six sequences in turns behind two texts: per layer one call for each text, and one for all lanes."""
     engine = make_engine()
     texts = [random_ids(60, 1), random_ids(70, 2)]
     asked = [texts[i % 2] + random_ids(5 + i, 10 + i) for i in range(6)]
     wanted = [expected(engine, prompt, 12, min_new_tokens=12) for prompt in asked]
-    loop = engine.core.scheduler(max_sequences=6, prompt_tokens=600)
+    scheduler = engine.core.scheduler(max_sequences=6, max_tokens=600)
     heard = [Heard() for _ in asked]
     for prompt, one in zip(asked, heard, strict=True):
-        loop.join(read_request(engine, prompt, 12, min_new_tokens=12), one)
-    while not all(row.started and row.pulled for row in loop.rows):
-        loop.step()
+        scheduler.join(read_request(engine, prompt, 12, min_new_tokens=12), one)
+    while not all(sequence.is_decoding and sequence.tail_pulled for sequence in scheduler.sequences):
+        scheduler.step()
     calls: list[int] = []
-    whole = row_attention.partial_attention
+    whole = packed.partial_attention
 
     def counting(query: torch.Tensor, *rest: Any, **options: Any) -> Any:
         calls.append(len(query))
         return whole(query, *rest, **options)
 
-    monkeypatch.setattr(row_attention, "partial_attention", counting)
-    loop.step()
+    monkeypatch.setattr(packed, "partial_attention", counting)
+    scheduler.step()
     layers = engine.model.config.num_hidden_layers
     assert sorted(calls) == sorted([1, 1, 6] * layers)
     monkeypatch.undo()
-    while loop.rows:
-        loop.step()
+    while scheduler.sequences:
+        scheduler.step()
     assert [one.tokens for one in heard] == wanted
 
 
 def test_a_tenant_without_a_token_does_not_wait_for_long_prompts_of_others(make_engine: MakeEngine) -> None:
     """Every other step is for newcomers alone, however many tokens others have in line."""
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=8, prompt_tokens=8_000)
-    loop.join(read_request(engine, random_ids(5, 1), 200), Heard(), tenant="eve")
-    loop.step()
+    scheduler = engine.core.scheduler(max_sequences=8, max_tokens=8_000)
+    scheduler.join(read_request(engine, random_ids(5, 1), 200), Heard(), tenant="eve")
+    scheduler.step()
     for seed in range(3):
-        loop.join(read_request(engine, random_ids(900, seed + 2), 4), Heard(), tenant="eve")
-    loop.step()
+        scheduler.join(read_request(engine, random_ids(900, seed + 2), 4), Heard(), tenant="eve")
+    scheduler.step()
     wanted = expected(engine, random_ids(40, 9), 3)
     heard = Heard()
-    before = loop.counts.prefilled_tokens
-    loop.join(read_request(engine, random_ids(40, 9), 3), heard, tenant="ann")
-    loop.step()
+    before = scheduler.counts.prefilled_tokens
+    scheduler.join(read_request(engine, random_ids(40, 9), 3), heard, tenant="ann")
+    scheduler.step()
     assert heard.tokens == wanted[:1]
-    assert loop.counts.prefilled_tokens - before == 39, "its own, and no other"
-    loop.step()
-    assert loop.counts.prefilled_tokens - before > 39, "then the others go on"
+    assert scheduler.counts.prefilled_tokens - before == 39, "its own, and no other"
+    scheduler.step()
+    assert scheduler.counts.prefilled_tokens - before > 39, "then the others go on"
     while heard.result is None:
-        loop.step()
+        scheduler.step()
     assert heard.tokens == wanted
 
 
 def test_newcomers_cannot_keep_others_from_their_turn(make_engine: MakeEngine) -> None:
     """One short request after the other, each a newcomer: the long prompt has every other step."""
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=8, prompt_tokens=8_000)
+    scheduler = engine.core.scheduler(max_sequences=8, max_tokens=8_000)
     long = Heard()
     wanted = expected(engine, random_ids(1_000, 2), 2)
-    loop.join(read_request(engine, random_ids(1_000, 2), 2), long, tenant="eve")
+    scheduler.join(read_request(engine, random_ids(1_000, 2), 2), long, tenant="eve")
     for step in range(60):
-        loop.join(read_request(engine, random_ids(30, 100 + step), 1), Heard(), tenant="ann")
-        loop.step()
+        scheduler.join(read_request(engine, random_ids(30, 100 + step), 1), Heard(), tenant="ann")
+        scheduler.step()
         if long.result is not None:
             break
     assert long.tokens == wanted
@@ -219,15 +222,15 @@ def test_newcomers_cannot_keep_others_from_their_turn(make_engine: MakeEngine) -
 
 def test_the_shortest_of_every_tenant_comes_first() -> None:
     needs = [
-        row_loop._Need(500, 500, "eve"),
-        *(row_loop._Need(5, 5, "eve") for _ in range(8)),
-        row_loop._Need(20, 20, "ann"),
+        prefill.Need(500, 500, "eve"),
+        *(prefill.Need(5, 5, "eve") for _ in range(8)),
+        prefill.Need(20, 20, "ann"),
     ]
-    assert row_loop._shares(64, needs) == [32, 5, 5, 2, 0, 0, 0, 0, 0, 20]
+    assert prefill.shares(64, needs) == [32, 5, 5, 2, 0, 0, 0, 0, 0, 20]
 
 
 @pytest.mark.parametrize(
-    ("block", "needs", "shares"),
+    ("budget", "needs", "shares"),
     [
         (64, [], []),
         (64, [(30, 30)], [30]),
@@ -239,49 +242,51 @@ def test_the_shortest_of_every_tenant_comes_first() -> None:
         (0, [(5, 5)], [0]),
     ],
 )
-def test_shares_of_a_step(block: int, needs: list[tuple[int, int]], shares: list[int]) -> None:
+def test_shares_of_a_step(budget: int, needs: list[tuple[int, int]], shares: list[int]) -> None:
     """Half for who came first, and then the shortest; nothing is left while somebody needs it."""
-    assert row_loop._shares(block, [row_loop._Need(*each) for each in needs]) == shares
+    assert prefill.shares(budget, [prefill.Need(*each) for each in needs]) == shares
 
 
 def test_short_prompts_pass_a_long_one(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_loop.Pace, "block", lambda *_: 32)
+    monkeypatch.setattr(Pace, "budget", lambda *_: 32)
     engine = make_engine()
     long, short = random_ids(800, 1), random_ids(40, 2)
     wanted = [expected(engine, prompt, 4) for prompt in (long, short)]
-    loop = engine.core.scheduler(max_sequences=4, prompt_tokens=2_000)
+    scheduler = engine.core.scheduler(max_sequences=4, max_tokens=2_000)
     first, second = Heard(), Heard()
-    loop.join(read_request(engine, long, 4), first)
-    loop.step()
-    loop.join(read_request(engine, short, 4), second)
+    scheduler.join(read_request(engine, long, 4), first)
+    scheduler.step()
+    scheduler.join(read_request(engine, short, 4), second)
     for _ in range(8):
-        loop.step()
+        scheduler.step()
     assert second.result is not None
     assert first.tokens == []
-    assert _seen(loop) > 32 + 8 * 16 - 1, "the long one went on all the while"
-    while loop.rows:
-        loop.step()
+    assert _seen(scheduler) > 32 + 8 * 16 - 1, "the long one went on all the while"
+    while scheduler.sequences:
+        scheduler.step()
     assert [first.tokens, second.tokens] == wanted
 
 
-def _seen(loop: Scheduler) -> int:
-    """Tokens of the first row's prompt that are through."""
-    return row_loop._filled(loop.rows[0])
+def _seen(scheduler: Scheduler) -> int:
+    """Tokens of the first sequence's prompt that are computed."""
+    return scheduler.sequences[0].filled_tokens
 
 
-def test_long_answers_move_on(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answers_spill(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers longer than a lane, beside others."""
-    monkeypatch.setattr(row_loop, "LANE_TOKENS", 8)
+    monkeypatch.setattr(batch_memory, "LANE_TOKENS", 8)
     engine = make_engine()
     asked = prompts(6, seed=5)
     wanted = [expected(engine, prompt, 30, min_new_tokens=30) for prompt in asked]
-    loop = engine.core.scheduler(max_sequences=3, prompt_tokens=900)
-    heard = run(loop, [(3 * i, read_request(engine, p, 30, min_new_tokens=30)) for i, p in enumerate(asked)])
+    scheduler = engine.core.scheduler(max_sequences=3, max_tokens=900)
+    heard = run(
+        scheduler, [(3 * i, read_request(engine, p, 30, min_new_tokens=30)) for i, p in enumerate(asked)]
+    )
     assert [one.tokens for one in heard] == wanted
 
 
 def test_options_per_request(make_engine: MakeEngine) -> None:
-    """Samplers with seeds, penalties, stop tokens: each row has its own."""
+    """Samplers with seeds, penalties, stop tokens: each sequence has its own."""
     engine = make_engine()
     options: list[dict[str, Any]] = [
         {"do_sample": True, "seed": 1, "temperature": 1.3},
@@ -292,7 +297,7 @@ def test_options_per_request(make_engine: MakeEngine) -> None:
     prompt = random_ids(50, 4)
     wanted = [expected(engine, prompt, 12, **each) for each in options]
     heard = run(
-        engine.core.scheduler(max_sequences=4, prompt_tokens=500),
+        engine.core.scheduler(max_sequences=4, max_tokens=500),
         [(i, read_request(engine, prompt, 12, **each)) for i, each in enumerate(options)],
     )
     assert [one.tokens for one in heard] == wanted
@@ -304,8 +309,8 @@ def test_shared_text_is_computed_once(make_engine: MakeEngine, monkeypatch: pyte
     seen = count_fed(monkeypatch, engine.model)
     start = random_ids(300, 1)
     asked = [start + random_ids(20, 10 + index) for index in range(4)]
-    loop = engine.core.scheduler(max_sequences=4, prompt_tokens=2_000)
-    heard = run(loop, [(index, read_request(engine, prompt, 3)) for index, prompt in enumerate(asked)])
+    scheduler = engine.core.scheduler(max_sequences=4, max_tokens=2_000)
+    heard = run(scheduler, [(index, read_request(engine, prompt, 3)) for index, prompt in enumerate(asked)])
     monkeypatch.undo()
     live = sum(s.length for one in heard if one.result for s in one.result.spans if s.origin is Origin.LIVE)
     assert sum(seen) == live + 4 * 2  # and each answer's tokens but for the last
@@ -319,19 +324,19 @@ def test_whoever_leaves_is_stored_and_missed_by_nobody(make_engine: MakeEngine) 
     start = random_ids(600, 2)
     first, second = start + random_ids(5, 3), start + random_ids(5, 4)
     wanted = expected(engine, second, 4)
-    loop = engine.core.scheduler(max_sequences=4, prompt_tokens=2_000)
+    scheduler = engine.core.scheduler(max_sequences=4, max_tokens=2_000)
     one, two = Heard(), Heard()
-    row = loop.join(read_request(engine, first, 4), one)
-    loop.step()
-    loop.join(read_request(engine, second, 4), two)
-    loop.leave(row)
-    loop.leave(row)
-    check_slots(loop)
+    sequence = scheduler.join(read_request(engine, first, 4), one)
+    scheduler.step()
+    scheduler.join(read_request(engine, second, 4), two)
+    scheduler.leave(sequence)
+    scheduler.leave(sequence)
+    check_slots(scheduler)
     assert one.result is not None
     assert one.result.finish_reason == "cancelled"
-    while loop.rows:
-        loop.step()
-        check_slots(loop)
+    while scheduler.sequences:
+        scheduler.step()
+        check_slots(scheduler)
     assert two.tokens == wanted
     assert two.result is not None
     live = sum(span.length for span in two.result.spans if span.origin is Origin.LIVE)
@@ -341,34 +346,34 @@ def test_whoever_leaves_is_stored_and_missed_by_nobody(make_engine: MakeEngine) 
 
 def test_reading_only(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=2, prompt_tokens=500)
+    scheduler = engine.core.scheduler(max_sequences=2, max_tokens=500)
     prompt = random_ids(80, 6)
     heard = Heard()
-    loop.join(read_request(engine, prompt, 1), heard, answers=False)
-    while loop.rows:
-        loop.step()
+    scheduler.join(read_request(engine, prompt, 1), heard, answers=False)
+    while scheduler.sequences:
+        scheduler.step()
     assert heard.result is not None
     assert heard.tokens == []
     assert engine.explain([*prompt, 5]).cached_tokens == 80
-    loop.clear()
-    check_slots(loop)
-    assert loop.radix_tree.tokens == 0
+    scheduler.clear()
+    check_slots(scheduler)
+    assert scheduler.radix_tree.tokens == 0
 
 
 def test_clearing_while_in_use(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=2, prompt_tokens=500)
+    scheduler = engine.core.scheduler(max_sequences=2, max_tokens=500)
     prompt = random_ids(80, 6)
     wanted = expected(engine, prompt, 6)
     one, two = Heard(), Heard()
-    loop.join(read_request(engine, prompt, 6), one)
-    loop.step()
-    loop.clear()
+    scheduler.join(read_request(engine, prompt, 6), one)
+    scheduler.step()
+    scheduler.clear()
     engine.clear()
-    loop.join(read_request(engine, prompt, 6), two)
-    while loop.rows:
-        loop.step()
-    check_slots(loop)
+    scheduler.join(read_request(engine, prompt, 6), two)
+    while scheduler.sequences:
+        scheduler.step()
+    check_slots(scheduler)
     assert one.tokens == two.tokens == wanted
     assert two.result is not None
     assert two.result.cached_tokens == 0
@@ -376,17 +381,19 @@ def test_clearing_while_in_use(make_engine: MakeEngine) -> None:
 
 def test_salts_share_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=4, prompt_tokens=500)
+    scheduler = engine.core.scheduler(max_sequences=4, max_tokens=500)
     prompt = random_ids(80, 6)
-    heard = run(loop, [(0, read_request(engine, prompt, 3, cache_salt=salt)) for salt in ("a", "b", "a")])
+    heard = run(
+        scheduler, [(0, read_request(engine, prompt, 3, cache_salt=salt)) for salt in ("a", "b", "a")]
+    )
     assert [one.result.cached_tokens for one in heard if one.result] == [0, 0, 79]
 
 
 def test_what_never_fits_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=2, prompt_tokens=64)
+    scheduler = engine.core.scheduler(max_sequences=2, max_tokens=64)
     with pytest.raises(InvalidRequestError, match="need room for 79 tokens, the running batch has 64"):
-        loop.check(read_request(engine, random_ids(80, 1), 4))
+        scheduler.check(read_request(engine, random_ids(80, 1), 4))
 
 
 def test_a_failing_processor_fails_one(make_engine: MakeEngine) -> None:
@@ -395,55 +402,57 @@ def test_a_failing_processor_fails_one(make_engine: MakeEngine) -> None:
     def bad(_ids: torch.Tensor, _scores: torch.Tensor) -> torch.Tensor:
         raise ValueError("no")
 
-    loop = engine.core.scheduler(max_sequences=2, prompt_tokens=500)
+    scheduler = engine.core.scheduler(max_sequences=2, max_tokens=500)
     good, failing = Heard(), Heard()
     prompt = random_ids(30, 1)
-    loop.join(read_request(engine, prompt, 4, logits_processor=[bad]), failing)
-    loop.join(read_request(engine, prompt, 4), good)
-    while loop.rows:
-        loop.step()
+    scheduler.join(read_request(engine, prompt, 4, logits_processor=[bad]), failing)
+    scheduler.join(read_request(engine, prompt, 4), good)
+    while scheduler.sequences:
+        scheduler.step()
     assert str(failing.error) == "no"
     assert good.tokens == expected(engine, prompt, 4)
-    check_slots(loop)
+    check_slots(scheduler)
 
 
 def test_a_failing_step_fails_those_in_it(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=2, prompt_tokens=500)
+    scheduler = engine.core.scheduler(max_sequences=2, max_tokens=500)
     prompt = random_ids(30, 1)
     wanted = expected(engine, prompt, 4)
     one, two = Heard(), Heard()
-    loop.join(read_request(engine, prompt, 4), one)
+    scheduler.join(read_request(engine, prompt, 4), one)
     with monkeypatch.context() as patch:
-        patch.setattr(row_loop, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        loop.step()
+        patch.setattr(
+            scheduler_module, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        )
+        scheduler.step()
     assert str(one.error) == "out of memory"
-    assert not loop.rows
-    check_slots(loop)
-    loop.join(read_request(engine, prompt, 4), two)
-    while loop.rows:
-        loop.step()
+    assert not scheduler.sequences
+    check_slots(scheduler)
+    scheduler.join(read_request(engine, prompt, 4), two)
+    while scheduler.sequences:
+        scheduler.step()
     assert two.tokens == wanted
 
 
 def test_long_prompts_go_in_blocks() -> None:
     """With tokens to come on time, a step takes as many prompt tokens as it can bear."""
-    pace = row_loop.Pace(on_gpu=False)
-    assert pace.block(0, 1) == 256  # nothing is known yet
-    assert pace.block(3, 1) + 3 == 256
-    pace.took(0.1, 3, 0)
-    pace.took(1.0, 0, 250)
-    assert pace.block(0, 1) == 256
-    assert pace.block(3, 1) + 3 == 128  # (6 - 1) x 0.1 s at 4 ms per token, and few sizes of steps
-    assert pace.block(3, 5) + 3 == 192  # more wait for their first token
-    assert pace.block(4, 30) + 4 == 256
+    pace = Pace(on_gpu=False)
+    assert pace.budget(0, 1) == 256  # nothing is known yet
+    assert pace.budget(3, 1) + 3 == 256
+    pace.record(0.1, 3, 0)
+    pace.record(1.0, 0, 250)
+    assert pace.budget(0, 1) == 256
+    assert pace.budget(3, 1) + 3 == 128  # (6 - 1) x 0.1 s at 4 ms per token, and few sizes of steps
+    assert pace.budget(3, 5) + 3 == 192  # more wait for their first token
+    assert pace.budget(4, 30) + 4 == 256
     for _ in range(31):
-        pace.took(1.1, 3, 10)  # attention grows with the text
-    assert pace.block(3, 1) == 16
-    pace.took(1.1, 3, 10)
-    assert pace.block(3, 1) == 0  # a step by itself is timed again
-    pace.took(0.5, 3, 0)
-    assert pace.block(3, 1) > 16
+        pace.record(1.1, 3, 10)  # attention grows with the text
+    assert pace.budget(3, 1) == 16
+    pace.record(1.1, 3, 10)
+    assert pace.budget(3, 1) == 0  # a step by itself is timed again
+    pace.record(0.5, 3, 0)
+    assert pace.budget(3, 1) > 16
 
 
 def test_a_failed_placement_leaves_nothing_behind(
@@ -454,18 +463,18 @@ def test_a_failed_placement_leaves_nothing_behind(
     prompt, later = random_ids(200, 1), random_ids(150, 1) + random_ids(60, 9)
     wanted = [expected(engine, each, 8) for each in (prompt, later)]
     engine.generate(prompt, 8)
-    loop = engine.core.scheduler(max_sequences=4, prompt_tokens=600)
-    run(loop, [(0, read_request(engine, random_ids(500, 5), 4, cache_salt="other"))])
-    loop.clear()
+    scheduler = engine.core.scheduler(max_sequences=4, max_tokens=600)
+    run(scheduler, [(0, read_request(engine, random_ids(500, 5), 4, cache_salt="other"))])
+    scheduler.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(loop._loader._assembler, "place_parts", _out_of_memory)
+        patch.setattr(scheduler._context.loader._assembler, "place_parts", _out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
-            loop.join(read_request(engine, prompt, 8), Heard())
-    assert loop.radix_tree.tokens == 0
-    check_slots(loop)
-    assert [one.tokens for one in run(loop, [(0, read_request(engine, prompt, 8))])] == wanted[:1]
+            scheduler.join(read_request(engine, prompt, 8), Heard())
+    assert scheduler.radix_tree.tokens == 0
+    check_slots(scheduler)
+    assert [one.tokens for one in run(scheduler, [(0, read_request(engine, prompt, 8))])] == wanted[:1]
     engine.clear()
-    assert [one.tokens for one in run(loop, [(0, read_request(engine, later, 8))])] == wanted[1:]
+    assert [one.tokens for one in run(scheduler, [(0, read_request(engine, later, 8))])] == wanted[1:]
     assert engine.generate(later, 8).token_ids == wanted[1], "nothing wrong was stored"
 
 
@@ -478,13 +487,13 @@ def test_everyone_hears_of_a_device_that_is_gone(
 ) -> None:
     """After such an error nothing works any more, not even clearing the arena."""
     engine = make_engine()
-    loop = engine.core.scheduler(max_sequences=2, prompt_tokens=300)
+    scheduler = engine.core.scheduler(max_sequences=2, max_tokens=300)
     one = Heard()
-    loop.join(read_request(engine, random_ids(20, 1), 4), one)
-    monkeypatch.setattr(row_loop, "extend", _out_of_memory)
-    monkeypatch.setattr(loop._arena, "clear", _out_of_memory)
+    scheduler.join(read_request(engine, random_ids(20, 1), 4), one)
+    monkeypatch.setattr(scheduler_module, "extend", _out_of_memory)
+    monkeypatch.setattr(scheduler._memory.arena, "clear", _out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
-        loop.step()
+        scheduler.step()
     assert str(one.error) == "out of memory"
 
 
@@ -492,14 +501,14 @@ def test_text_whose_computing_request_left_is_not_called_cached(make_engine: Mak
     """B waits for what A computes; the store gets it from elsewhere; A leaves: B computes it, and says so."""
     engine = make_engine()
     shared = random_ids(200, 1)
-    loop = engine.core.scheduler(max_sequences=2, prompt_tokens=800)
+    scheduler = engine.core.scheduler(max_sequences=2, max_tokens=800)
     first, second = Heard(), Heard()
-    going = loop.join(read_request(engine, shared + random_ids(10, 2), 4), first)
+    going = scheduler.join(read_request(engine, shared + random_ids(10, 2), 4), first)
     engine.warm(shared)
-    loop.join(read_request(engine, shared + random_ids(12, 3), 4), second)
-    loop.leave(going)
-    while loop.rows:
-        loop.step()
+    scheduler.join(read_request(engine, shared + random_ids(12, 3), 4), second)
+    scheduler.leave(going)
+    while scheduler.sequences:
+        scheduler.step()
     result = second.result
     assert result is not None
     assert result.cached_tokens == 0
@@ -509,19 +518,19 @@ def test_text_whose_computing_request_left_is_not_called_cached(make_engine: Mak
 
 def test_prompts_go_on_however_many_decode() -> None:
     """Rounding leaves some prompt tokens to every step, and now and then a step is timed without any."""
-    pace = row_loop.Pace(on_gpu=False)
-    pace.took(0.1, 1, 0)
-    pace.took(1.0, 0, 40)
+    pace = Pace(on_gpu=False)
+    pace.record(0.1, 1, 0)
+    pace.record(1.0, 0, 40)
     for decoding in range(1, 200):
-        assert pace.block(decoding, 1) >= 16
-    slow = row_loop.Pace(on_gpu=False)
-    slow.took(0.01, 1, 0)  # one short row
-    slow.took(0.5, 0, 250)
+        assert pace.budget(decoding, 1) >= 16
+    slow = Pace(on_gpu=False)
+    slow.record(0.01, 1, 0)  # one short sequence
+    slow.record(0.5, 0, 250)
     blocks = []
     for _ in range(200):
-        block = slow.block(31, 1)
+        block = slow.budget(31, 1)
         blocks.append(block)
-        slow.took(0.2 + 0.002 * block, 31, block)  # in truth 31 long rows take 200 ms
+        slow.record(0.2 + 0.002 * block, 31, block)  # in truth 31 long sequences take 200 ms
     assert blocks.count(0) >= 4
     assert max(blocks[150:]) == 225, "6 x 0.2 s allow 500 tokens; 256 is the most"
 

@@ -116,7 +116,7 @@ async def until_saved(address: Address) -> None:
 
 
 def test_sigterm_under_load_loses_no_finished_answer(start: Start, tmp_path: Path) -> None:
-    """More requests than rows, and less time than they need: all are finished or told."""
+    """More requests than sequences in the batch, and less time than they need: all are finished or told."""
     server = start("--max-sequences", "4", "--shutdown-timeout", "1.5")
     lengths = [20 + 60 * (number % 12) for number in range(36)]
 

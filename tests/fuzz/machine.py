@@ -46,7 +46,7 @@ REQUESTS = (
     "score",
     "chat",
     "prepare",
-    "rows",
+    "scheduler",
     "warm",
     "pins",
     "explain",
@@ -172,8 +172,8 @@ class Opened:
     engine: KVBoost
     options: dict[str, Any]
     dtype: torch.dtype
-    loop: Any = None
-    rows: list[Joined] = field(default_factory=list)
+    scheduler: Any = None
+    joined: list[Joined] = field(default_factory=list)
 
 
 class Joined:
@@ -747,7 +747,7 @@ class Machine(RuleBasedStateMachine):
 
     # --- the running batch ---------------------------------------------------------------------
 
-    @needs("rows")
+    @needs("scheduler")
     @step(which=WHICH, several=st.lists(asks(), min_size=1, max_size=2), new_tokens=st.integers(1, 6))
     def join(self, which: int, several: list[Ask], new_tokens: int) -> None:
         for ask in several:
@@ -765,47 +765,47 @@ class Machine(RuleBasedStateMachine):
             if result is not None:
                 self._check(opened, ids, result, stock, new_tokens)
             return
-        if opened.loop is None:
-            opened.loop = engine.core.scheduler(max_sequences=3, prompt_tokens=600)
-        if not opened.loop.has_room(request):
+        if opened.scheduler is None:
+            opened.scheduler = engine.core.scheduler(max_sequences=3, max_tokens=600)
+        if not opened.scheduler.has_room(request):
             return
         joined = Joined(ids, is_simple=not self.subject.fields)
-        opened.rows.append(joined)
+        opened.joined.append(joined)
         with self._unharmed():
-            opened.loop.join(request, joined)
+            opened.scheduler.join(request, joined)
 
-    @needs("rows")
+    @needs("scheduler")
     @step(which=WHICH, steps=st.integers(1, 8))
     def advance(self, which: int, steps: int) -> None:
         opened = self._pick(which)
-        for _ in range(steps if opened.loop is not None else 0):
+        for _ in range(steps if opened.scheduler is not None else 0):
             with self._unharmed():
-                opened.loop.step()
-            self._check_rows(opened)
+                opened.scheduler.step()
+            self._check_joined(opened)
 
-    @needs("rows")
-    @step(which=WHICH, row=st.integers(0, 2))
-    def leave(self, which: int, row: int) -> None:
+    @needs("scheduler")
+    @step(which=WHICH, index=st.integers(0, 2))
+    def leave(self, which: int, index: int) -> None:
         opened = self._pick(which)
-        if opened.loop is not None and row < len(opened.loop.rows):
+        if opened.scheduler is not None and index < len(opened.scheduler.sequences):
             with self._unharmed():
-                opened.loop.leave(opened.loop.rows[row])
-            self._check_rows(opened)
+                opened.scheduler.leave(opened.scheduler.sequences[index])
+            self._check_joined(opened)
 
-    def _check_rows(self, opened: Opened) -> None:
+    def _check_joined(self, opened: Opened) -> None:
         """Each token that came is the next one of the model as it is now, behind what was given so far."""
-        for row in opened.rows:
-            assert row.error is None, f"a request in the running batch failed: {row.error!r}"
-            while row.checked < len(row.tokens):
-                context = row.ids + row.tokens[: row.checked]
-                self._check_token(opened, row, context, row.tokens[row.checked])
-                row.checked += 1
-            if row.result is not None:
-                assert row.result.token_ids == row.tokens
-        opened.rows = [row for row in opened.rows if row.result is None]
+        for joined in opened.joined:
+            assert joined.error is None, f"a request in the running batch failed: {joined.error!r}"
+            while joined.checked < len(joined.tokens):
+                context = joined.ids + joined.tokens[: joined.checked]
+                self._check_token(opened, joined, context, joined.tokens[joined.checked])
+                joined.checked += 1
+            if joined.result is not None:
+                assert joined.result.token_ids == joined.tokens
+        opened.joined = [joined for joined in opened.joined if joined.result is None]
 
-    def _check_token(self, opened: Opened, row: Joined, context: list[int], given: int) -> None:
-        if self._is_open_question or not row.is_simple:
+    def _check_token(self, opened: Opened, joined: Joined, context: list[int], given: int) -> None:
+        if self._is_open_question or not joined.is_simple:
             self.tally.only_later += 1
             return
         self.tally.checks += 1

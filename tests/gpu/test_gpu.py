@@ -181,8 +181,8 @@ def test_a_running_batch_equals_baseline(
     shared = random_ids(90, seed=60)
     prompts = [shared[: 90 - 11 * (i % 3)] + random_ids(1 + 7 * i, seed=61 + i) for i in range(7)]
     expected = [engine.generate(prompt, 12, mode="baseline").token_ids for prompt in prompts]
-    loop = engine.core.scheduler(max_sequences=3, prompt_tokens=600)
-    heard = run(loop, [(2 * i, read_request(engine, prompt, 12)) for i, prompt in enumerate(prompts)])
+    scheduler = engine.core.scheduler(max_sequences=3, max_tokens=600)
+    heard = run(scheduler, [(2 * i, read_request(engine, prompt, 12)) for i, prompt in enumerate(prompts)])
     assert [one.tokens for one in heard] == expected
 
 

@@ -70,7 +70,7 @@ def answers(engine: KVBoost, how: str, prompts: list[Any], **options: Any) -> li
 
 
 @pytest.mark.parametrize("how", ["generate_batch", "generate_many", "stream_many"])
-@pytest.mark.parametrize("alone", [False, True], ids=["in rows", "one by one"])
+@pytest.mark.parametrize("alone", [False, True], ids=["in a batch", "one by one"])
 def test_each_prompt_has_a_processor_of_its_own(make_engine: MakeEngine, how: str, alone: bool) -> None:
     engine = make_engine()
     other: dict[str, Any] = {"num_beams": 2} if alone else {}

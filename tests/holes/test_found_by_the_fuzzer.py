@@ -62,7 +62,7 @@ def test_early_exit_does_not_assist_itself(architecture: str, make_engine: MakeE
 
 def test_a_running_batch_with_requests_in_and_out_of_the_arena(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    batch = engine.core.scheduler(max_sequences=4, prompt_tokens=2_048)
+    batch = engine.core.scheduler(max_sequences=4, max_tokens=2_048)
     prompts = [random_ids(30 + number, seed=number) for number in range(3)]
     listeners = [Listener() for _ in prompts]
     hook = engine.model.model.layers[0].register_forward_hook(lambda _m, _i, output: output)
@@ -73,7 +73,7 @@ def test_a_running_batch_with_requests_in_and_out_of_the_arena(make_engine: Make
     engine.model.model.layers[1].self_attn.v_proj.weight.data.mul_(-1.5)
     given = [list(each.tokens) for each in listeners]
     batch.join(read_request(engine, prompts[2], 5), listeners[2])
-    while batch.rows:
+    while batch.sequences:
         batch.step()
     for prompt, before, listener in zip(prompts, given, listeners, strict=True):
         rest = stock_answer(engine.model, [*prompt, *before], 5 - len(before))

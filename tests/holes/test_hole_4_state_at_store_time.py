@@ -176,7 +176,7 @@ class Listener:
 @pytest.mark.parametrize("after", range(5))
 def test_a_running_batch_with_a_change_between_two_steps(after: int, make_engine: MakeEngine) -> None:
     engine = make_engine()
-    batch = engine.core.scheduler(max_sequences=4, prompt_tokens=2_048)
+    batch = engine.core.scheduler(max_sequences=4, max_tokens=2_048)
     prompts = [[*PROMPT[:30], *random_ids(4 + number, seed=number)] for number in range(3)]
     listeners = [Listener() for _ in prompts]
     for prompt, listener in zip(prompts, listeners, strict=True):
@@ -187,7 +187,7 @@ def test_a_running_batch_with_a_change_between_two_steps(after: int, make_engine
     change(engine.model)
     late = Listener()
     batch.join(read_request(engine, [*PROMPT[:30], 9, 9], 6), late)
-    while batch.rows:
+    while batch.sequences:
         batch.step()
     for prompt, before, listener in zip(prompts, given, listeners, strict=True):
         assert listener.tokens[: len(before)] == before
@@ -202,7 +202,7 @@ def test_a_running_batch_with_a_change_between_two_steps(after: int, make_engine
 
 def test_a_running_batch_on_a_model_that_nothing_is_known_of(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    batch = engine.core.scheduler(max_sequences=4, prompt_tokens=2_048)
+    batch = engine.core.scheduler(max_sequences=4, max_tokens=2_048)
     first, second = Listener(), Listener()
     batch.join(read_request(engine, PROMPT, 6), first)
     batch.step()
@@ -210,7 +210,7 @@ def test_a_running_batch_on_a_model_that_nothing_is_known_of(make_engine: MakeEn
     given = list(first.tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         batch.join(read_request(engine, PROMPT[:20], 4), second)
-        while batch.rows:
+        while batch.sequences:
             batch.step()
         assert second.tokens == stock_answer(engine.model, PROMPT[:20], 4)
         assert first.tokens == given + stock_answer(engine.model, [*PROMPT, *given], 6 - len(given))

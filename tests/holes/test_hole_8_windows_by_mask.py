@@ -1,6 +1,6 @@
 """Hole 8: a sliding window that a model applies through its mask alone.
 
-Rows and scattered passes knew windows only by an argument that not every model passes, so batches, scores
+Batches and scattered passes knew windows only by an argument that not every model passes, so batches, scores
 and approximate reuse saw too much. Windows are learned from the masks that the model makes, or the path is
 not taken.
 """

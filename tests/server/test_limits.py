@@ -59,8 +59,8 @@ def test_a_client_that_goes_away_frees_its_place(
     server.until(lambda stats: stats["cancelled"] == choices, within_s=2)
     stats = server.service.worker.stats
     assert stats.answered == stats.failed == 0
-    batch = server.service.worker.batch
-    wait_for(lambda: batch is None or not batch.rows, within_s=2)
+    scheduler = server.service.worker.scheduler
+    wait_for(lambda: scheduler is None or not scheduler.sequences, within_s=2)
     assert server.chat(max_tokens=2)["usage"]["completion_tokens"] == 2
     gone = 'kvboost_requests_total{route="/v1/chat/completions",status="499"} 1.0'
     assert gone in server.client.get("/metrics").text

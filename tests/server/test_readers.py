@@ -13,7 +13,7 @@ import pytest
 
 from kvboost.server.errors import ApiError
 from kvboost.server.readers import THREADS, Readers, Reading
-from kvboost.server.worker import ShuttingDownError
+from kvboost.server.ticket import ShuttingDownError
 
 Scenario = Callable[[Readers], Coroutine[Any, Any, None]]
 

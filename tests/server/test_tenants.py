@@ -347,23 +347,23 @@ def test_a_batch_that_is_full_is_not_asked_all_the_time(
 ) -> None:
     """Whether somebody fits is a walk through the tree, under the lock that the event loop needs."""
     server = serve(make_slow_engine(0.005), max_sequences=2, api_keys=KEYS)
-    batch = server.service.worker.batch
-    assert batch is not None
+    scheduler = server.service.worker.scheduler
+    assert scheduler is not None
     asked = 0
-    has_room = batch.has_room
+    has_room = scheduler.has_room
 
     def counted(*arguments: Any, **options: Any) -> bool:
         nonlocal asked
         asked += 1
         return has_room(*arguments, **options)
 
-    monkeypatch.setattr(batch, "has_room", counted)
+    monkeypatch.setattr(scheduler, "has_room", counted)
     with ExitStack() as clients:
         for key in ("eve", "ann", "eve", "ann"):
             clients.enter_context(raw_request(server, LONG, key))
         server.until(lambda stats: (stats["running"], stats["waiting"]) == (2, 2))
-        asked, steps = 0, batch.counts.steps
-        wait_for(lambda: batch.counts.steps >= steps + 40)
+        asked, steps = 0, scheduler.counts.steps
+        wait_for(lambda: scheduler.counts.steps >= steps + 40)
         assert asked <= 2 * 40 // 8 + 4
 
 

@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 
 from kvboost import GenerationMode, KVBoost
-from kvboost.batching import scheduler as row_loop
+from kvboost.batching import scheduler as scheduler_module
 from kvboost.errors import InvalidRequestError, KVBoostError
-from kvboost.server.worker import (
-    FairQueue,
-    QueueFullError,
-    RequestTimeoutError,
-    ShuttingDownError,
-    Ticket,
-    Worker,
-)
+from kvboost.server.fair_queue import FairQueue
+from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError, Ticket
+from kvboost.server.worker import Worker
 from tests.checked_requests import read_request
 from tests.tiny_models import random_ids
 
@@ -41,8 +36,8 @@ def with_worker(
 
     asyncio.run(main())
     assert not worker.is_alive
-    if worker.batch is not None:
-        assert not worker.batch.rows
+    if worker.scheduler is not None:
+        assert not worker.scheduler.sequences
     return worker
 
 
@@ -71,8 +66,8 @@ def test_answers_equal_generate(make_engine: MakeEngine, batching: bool, mode: s
         assert worker.stats.running == worker.stats.waiting == 0
 
     worker = with_worker(engine, body, batching=batching, max_sequences=4, batch_tokens=2_000)
-    if worker.batch is not None and mode == "prefix_cache":
-        assert worker.batch.counts.joined == 12
+    if worker.scheduler is not None and mode == "prefix_cache":
+        assert worker.scheduler.counts.joined == 12
 
 
 def test_who_goes_away_frees_the_place(make_engine: MakeEngine) -> None:
@@ -118,18 +113,18 @@ def test_limits(make_engine: MakeEngine, batching: bool) -> None:
             worker.submit(read(4))
         assert 1 <= refused.value.retry_after_s <= 60
         assert worker.stats.refused == 1
-        if worker.batch is not None:
+        if worker.scheduler is not None:
             with pytest.raises(InvalidRequestError, match="need room for"):
                 worker.submit(read_request(engine, random_ids(100, 5), 900))
         running.cancel()
         with pytest.raises(RequestTimeoutError):
             await tokens_of(late)
         assert len(await tokens_of(queued)) == 2
-        if worker.batch is not None:  # and while it runs
+        if worker.scheduler is not None:  # and while it runs
             slow = worker.submit(read(6), timeout_s=0.2)
             with pytest.raises(RequestTimeoutError):
                 await tokens_of(slow)
-            await until(lambda: not worker.batch or not worker.batch.rows)
+            await until(lambda: not worker.scheduler or not worker.scheduler.sequences)
 
     with_worker(engine, body, batching=batching, max_sequences=1, batch_tokens=1_060, max_waiting=2)
 
@@ -164,7 +159,9 @@ def test_a_broken_step_is_survived(make_engine: MakeEngine, monkeypatch: pytest.
 
     async def body(worker: Worker) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(row_loop, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("no memory")))
+            patch.setattr(
+                scheduler_module, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("no memory"))
+            )
             with pytest.raises(RuntimeError, match="no memory"):
                 await tokens_of(worker.submit(read_request(engine, random_ids(20, 1), 5)))
         assert len(await tokens_of(worker.submit(read_request(engine, random_ids(20, 1), 5)))) == 5
@@ -239,8 +236,8 @@ def test_many_clients_that_come_and_go(make_engine: MakeEngine) -> None:
         await asyncio.gather(*(client(worker, number) for number in range(80)))
         assert time.monotonic() - started < 30
         await until(lambda: worker.stats.waiting == worker.stats.running == 0)
-        assert worker.batch is not None
-        assert worker.batch.radix_tree.pool.free + worker.batch.radix_tree.tokens == 300
+        assert worker.scheduler is not None
+        assert worker.scheduler.radix_tree.pool.free + worker.scheduler.radix_tree.tokens == 300
 
     with_worker(engine, body, max_sequences=3, batch_tokens=300, max_waiting=30)
     assert len(ended) == 80
@@ -259,13 +256,13 @@ def test_a_failure_between_two_steps_ends_nobody_elses_service(
         gone, other = (worker.submit(request) for request in requests)
         for ticket in (gone, other):
             assert await anext(aiter(ticket)) is not None
-        assert worker.batch is not None
-        store = worker.batch._store
-        monkeypatch.setattr(worker.batch, "_store", _broken)
+        assert worker.scheduler is not None
+        store = worker.scheduler._store
+        monkeypatch.setattr(worker.scheduler, "_store", _broken)
         gone.cancel()
         with pytest.raises(OSError, match="no room"):
             await tokens_of(other)
-        monkeypatch.setattr(worker.batch, "_store", store)
+        monkeypatch.setattr(worker.scheduler, "_store", store)
         assert await tokens_of(worker.submit(read_request(engine, random_ids(20, 3), 4))) == expected
         assert worker.is_alive
 
@@ -285,7 +282,7 @@ def test_shutting_down_outlives_a_failure(
             request = read_request(engine, random_ids(20, n), 900, min_new_tokens=900)
             tickets.append(worker.submit(request))
             assert await anext(aiter(tickets[-1])) is not None
-        monkeypatch.setattr(worker.batch, "_store", _broken)
+        monkeypatch.setattr(worker.scheduler, "_store", _broken)
         await asyncio.to_thread(worker.close, 0.01)
         for ticket in tickets:
             with pytest.raises(ShuttingDownError):
@@ -350,8 +347,8 @@ def test_a_worker_that_cannot_go_on_tells_everybody(
     async def main() -> None:
         tickets = [worker.submit(read_request(engine, random_ids(20, n), 300)) for n in (1, 2)]
         assert await anext(aiter(tickets[0])) is not None
-        monkeypatch.setattr(worker.batch, "step", _broken)
-        monkeypatch.setattr(worker.batch, "fail_all", _broken)
+        monkeypatch.setattr(worker.scheduler, "step", _broken)
+        monkeypatch.setattr(worker.scheduler, "fail_all", _broken)
         for ticket in tickets:
             with pytest.raises((OSError, ShuttingDownError)):
                 await asyncio.wait_for(tokens_of(ticket), 20)
@@ -368,13 +365,13 @@ def test_nobody_begins_alone_after_the_end(make_engine: MakeEngine, monkeypatch:
     """Requests that run alone and wait when the time is up are told so, not served to their ends."""
     engine = make_engine()
     served: list[int] = []
-    serve = engine.serve
+    serve = engine.core.alone.serve
 
     def counting(request: Any) -> Any:
         served.append(1)
         return serve(request)
 
-    monkeypatch.setattr(engine, "serve", counting)
+    monkeypatch.setattr(engine.core.alone, "serve", counting)
     worker = Worker(engine, max_sequences=1, batch_tokens=1_000)
 
     async def main() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvboost.models import PastKVType, TokenIds, chained_hash
 
-# A shared start is kept apart from the rows that share it from this many tokens on.
+# A shared prefix of at least this many tokens is a branch of its own.
 MIN_SHARED_TOKENS = 16
 
 
@@ -34,7 +34,7 @@ def broadcast_kv(kv: PastKVType, batch_size: int) -> PastKVType:
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if any(tensor.shape[0] != 1 for pair in kv for tensor in pair):
-        raise ValueError("broadcast_kv takes KV of one row, [1, kv_heads, tokens, head_dim] per layer")
+        raise ValueError("broadcast_kv takes KV of one sequence, [1, kv_heads, tokens, head_dim] per layer")
     return tuple(
         (key.expand(batch_size, -1, -1, -1), value.expand(batch_size, -1, -1, -1)) for key, value in kv
     )
@@ -77,16 +77,16 @@ def common_tokens(first: np.ndarray, second: np.ndarray) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """Positions `[start, end)` that rows `rows` (indices) share, behind those of `parent`."""
+    """Positions `[start, end)` that `sequences` (indices) share, behind those of `parent`."""
 
     start: int
     end: int
-    rows: tuple[int, ...]
+    sequences: tuple[int, ...]
     parent: Branch | None = None
 
     @property
     def path(self) -> tuple[Branch, ...]:
-        """The branch and all that it stands behind, from the root."""
+        """The branch and all before it, from the root."""
         path = [self]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
@@ -95,28 +95,29 @@ class Branch:
 
 @dataclass(frozen=True)
 class Forest:
-    """Rows and what they share: `order` has neighbours that share most, `branch_of` each row's last branch.
+    """The prefixes that sequences share, as a forest of branches.
 
-    Branches stand behind their parents in `branches`.
+    In `order`, sequences that share the most are adjacent; `branch_of` has each one's last branch. In
+    `branches`, parents come before their children.
     """
 
     order: tuple[int, ...]
     branches: tuple[Branch, ...]
     branch_of: dict[int, Branch | None]
 
-    def start_of(self, row: int) -> int:
-        """Where the row's own tokens begin."""
-        branch = self.branch_of[row]
+    def start_of(self, index: int) -> int:
+        """Where the sequence's own tokens begin."""
+        branch = self.branch_of[index]
         return branch.end if branch is not None else 0
 
     def slots(self, lengths: Sequence[int]) -> int:
-        """Tokens of KV for rows of `lengths` tokens each, with lanes of one size."""
-        lanes = max((lengths[row] - self.start_of(row) for row in self.order), default=0) * len(self.order)
-        return lanes + sum(branch.end - branch.start for branch in self.branches)
+        """Tokens of KV for sequences of `lengths` tokens each, with lanes of one size."""
+        lane = max((lengths[index] - self.start_of(index) for index in self.order), default=0)
+        return lane * len(self.order) + sum(branch.end - branch.start for branch in self.branches)
 
 
 def sorted_by_tokens(token_ids: Sequence[np.ndarray]) -> list[int]:
-    """Indices of prompts `[tokens]`, so that those that share the most stand next to each other."""
+    """Indices of prompts `[tokens]`, so that those that share the most are adjacent."""
     keys = [ids.astype(">u4").tobytes() for ids in token_ids]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
@@ -124,7 +125,7 @@ def sorted_by_tokens(token_ids: Sequence[np.ndarray]) -> list[int]:
 def plan_forest(token_ids: Sequence[np.ndarray], limits: Sequence[int]) -> Forest:
     """What the prompts share, as branches; of prompt i at most the first `limits[i]` tokens.
 
-    Linear in the tokens. Stretches shorter than `MIN_SHARED_TOKENS` stay with their rows.
+    Linear in the tokens. Shared parts shorter than `MIN_SHARED_TOKENS` stay with their sequences.
     """
     order = sorted_by_tokens(token_ids)
     shared = _shared_with_next(order, token_ids, limits)
@@ -165,7 +166,7 @@ def split_into_batches(
     max_sequences: int,
     loners_alone: bool,
 ) -> Iterator[list[int]]:
-    """Indices of prompts that run together: neighbours in sorted order, each batch within its bounds.
+    """Indices of prompts that run together: adjacent in sorted order, each batch within its bounds.
 
     `lengths` are prompts with their answers. A batch has at least one prompt, however long. Cuts are made
     where neighbours share little. With `loners_alone`, a prompt that shares fewer than
@@ -192,7 +193,7 @@ def split_into_batches(
 
 
 def _slots(
-    rows: Sequence[int], token_ids: Sequence[np.ndarray], limits: Sequence[int], lengths: Sequence[int]
+    indices: Sequence[int], token_ids: Sequence[np.ndarray], limits: Sequence[int], lengths: Sequence[int]
 ) -> int:
-    forest = plan_forest([token_ids[row] for row in rows], [limits[row] for row in rows])
-    return forest.slots([lengths[row] for row in rows])
+    forest = plan_forest([token_ids[index] for index in indices], [limits[index] for index in indices])
+    return forest.slots([lengths[index] for index in indices])

@@ -1,14 +1,12 @@
-"""Text whose KV lies in an arena that many requests share: a tree of segments, and the slots they take.
+"""A radix tree of the prompts whose KV lies in an arena, per namespace.
 
-A request's prompt is a path in the tree. Requests that begin alike share the nodes of what they have in
-common, also while these are still being computed; a node that only one request goes on from is cut where
-the next one leaves it. What nobody uses stays until its slots are needed, the oldest goes first. Knows
-slots and tokens, neither models nor stores.
+A prompt is a path in the tree. Prompts that share a prefix share its nodes, also while these are still being
+computed; a node is split where a new prompt leaves it. What no sequence uses stays until its slots are
+needed, and is evicted in LRU order. Knows slots and tokens, neither models nor stores.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -16,56 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvboost.batching.prefixes import MIN_SHARED_TOKENS
+from kvboost.batching.prefixes import MIN_SHARED_TOKENS, common_tokens
+from kvboost.batching.slot_pool import SlotPool
 from kvboost.run.packed_step import Segment
 
-_MOST_RANGES = 4  # that new text is spread over, if it can be helped: each is a call of attention per layer
-
-
-class SlotPool:
-    """Free slots of an arena, `[start, end)`, as ranges."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self._ranges = [(start, end)] if end > start else []
-        self.free = end - start
-
-    def has_room(self, count: int, most_ranges: int) -> bool:
-        """Whether `count` slots are free in at most so many ranges."""
-        return sum(heapq.nlargest(most_ranges, (end - start for start, end in self._ranges))) >= count
-
-    def take(self, count: int) -> list[tuple[int, int]]:
-        """Ranges of `count` slots in all: one if there is one, otherwise the largest first."""
-        if count > self.free:
-            raise ValueError(f"{count} slots are wanted, {self.free} are free")
-        self.free -= count
-        fitting = [each for each in self._ranges if each[1] - each[0] >= count]
-        taken = []
-        while count:
-            start, end = (
-                min(fitting, key=lambda each: each[1] - each[0])
-                if fitting
-                else max(self._ranges, key=lambda each: each[1] - each[0])
-            )
-            used = min(count, end - start)
-            self._ranges.remove((start, end))
-            if start + used < end:
-                bisect.insort(self._ranges, (start + used, end))
-            taken.append((start, start + used))
-            count -= used
-        return taken
-
-    def give(self, start: int, end: int) -> None:
-        """Give slots `[start, end)` back."""
-        if start == end:
-            return
-        self.free += end - start
-        at = bisect.bisect(self._ranges, (start, end))
-        if at < len(self._ranges) and self._ranges[at][0] == end:
-            end = self._ranges.pop(at)[1]
-        if at and self._ranges[at - 1][1] == start:
-            at -= 1
-            start = self._ranges.pop(at)[0]
-        self._ranges.insert(at, (start, end))
+_MOST_RANGES = 4  # for a new path, if possible: each range is a call of attention per layer
 
 
 class Node:
@@ -76,8 +29,8 @@ class Node:
         self.segment = segment
         self.parent = parent
         self.children: list[Node] = []
-        self.namespace_key = ""  # of a root
-        self.users = 0  # requests whose path goes through it
+        self.namespace_key = ""  # set on roots only
+        self.users = 0  # sequences whose path goes through it
         self.last_used = 0
 
     @property
@@ -91,7 +44,7 @@ class Node:
 
     @property
     def path(self) -> list[Node]:
-        """All nodes from the first to this one."""
+        """All nodes from the root, which has no tokens and is left out, to this one."""
         path: list[Node] = []
         node: Node | None = self
         while node is not None and len(node.tokens):
@@ -126,14 +79,14 @@ class RadixTree:
         self._clock = 0
 
     def find(self, namespace_key: str, tokens: np.ndarray) -> Found:
-        """How far the tree goes along with `tokens` `[n]`. Changes nothing."""
+        """The longest prefix of `tokens` `[n]` in the tree. Changes nothing."""
         node = self._roots.get(namespace_key) or _root(namespace_key)
         at = 0
         while at < len(tokens):
             best, common = None, 0
             for child in node.children:
-                shared = _common(child.tokens, tokens[at:])
-                # A short piece costs more in every later step than it saves once.
+                shared = common_tokens(child.tokens, tokens[at:])
+                # A short node costs more in every later step than it saves once.
                 if shared > common and shared >= min(MIN_SHARED_TOKENS, len(child.tokens)):
                     best, common = child, shared
             if best is None:
@@ -145,7 +98,7 @@ class RadixTree:
         return Found(node, len(node.tokens), at)
 
     def room_for(self, namespace_key: str, tokens: np.ndarray, reserved: int) -> tuple[int, int]:
-        """Slots that a path for `tokens` `[n]` would take, and how many there are beside `reserved` ones."""
+        """Slots that a path for `tokens` `[n]` needs, and how many could be taken beside `reserved` ones."""
         found = self.find(namespace_key, tokens)
         own = {id(node) for node in found.node.path}
         idle = sum(
@@ -154,12 +107,12 @@ class RadixTree:
             for node in root.subtree()
             if not node.users and id(node) not in own
         )
-        if not found.node.users:  # what is behind the cut can go
+        if not found.node.users:  # what is behind the split can be evicted
             idle += len(found.node.tokens) - found.common
         return len(tokens) - found.at, self.pool.free + idle - reserved
 
     def enter(self, namespace_key: str, tokens: np.ndarray) -> tuple[Node, int]:
-        """The path of `tokens` `[n]`, made where it is missing, with one user more.
+        """The path of `tokens` `[n]`, made where it is missing, with one more user.
 
         Returns its last node, and how many of the tokens were there. New nodes are not filled; raises
         ValueError where there is no room.
@@ -169,7 +122,7 @@ class RadixTree:
         if node.parent is not None and found.common < len(node.tokens):
             node = self._split(node, found.common)
         for each in node.path:
-            each.users += 1  # so that it is not taken to make room
+            each.users += 1  # so that it is not evicted to make room
         try:
             ranges = self.take(len(tokens) - found.at)
         except ValueError:
@@ -177,7 +130,7 @@ class RadixTree:
                 each.users -= 1
             raise
         if node.parent is None and ranges:
-            self._roots[namespace_key] = node  # whose last text may just have gone to make room
+            self._roots[namespace_key] = node  # whose last text may just have been evicted
         at = found.at
         for start, end in ranges:
             segment = Segment(start, end - start, tuple(each.segment for each in node.path))
@@ -189,7 +142,7 @@ class RadixTree:
         return node, found.at
 
     def leave(self, node: Node) -> None:
-        """One user less of a path; of what was not filled and nobody waits for, the slots are free again."""
+        """Remove a user of a path; slots that are not filled and that no sequence waits for become free."""
         self._touch(node)
         for each in node.path:
             each.users -= 1
@@ -202,7 +155,7 @@ class RadixTree:
                 return
 
     def release(self, nodes: list[Node]) -> Node:
-        """One user less of the last `nodes` of a path, all of them filled; returns the node before them."""
+        """Remove a user of the last `nodes` of a path, all of them filled; returns the node before them."""
         before = nodes[0].parent
         assert before is not None
         self._touch(nodes[-1])
@@ -212,22 +165,22 @@ class RadixTree:
         return before
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """Free slots, in few ranges, made free where that is needed."""
+        """Take free slots, in few ranges; evicts where that is needed."""
         if not self.pool.has_room(count, _MOST_RANGES):
-            self._make_room(count)
+            self._evict(count)
         return self.pool.take(count)
 
-    def _make_room(self, count: int) -> None:
-        """Throw out what nobody uses, the oldest first, until `count` slots are free in few ranges.
+    def _evict(self, count: int) -> None:
+        """Evict idle nodes in LRU order until `count` slots are free in few ranges.
 
-        Where all of it does not suffice for few ranges, many will do: they cost time in every step.
+        Where evicting all of them does not give few ranges, many will do, at the cost of slower steps.
         """
         order = itertools.count()
         idle = [
             (node.last_used, next(order), node)
             for root in self._roots.values()
             for node in root.subtree()
-            if _can_go(node)
+            if _is_evictable(node)
         ]
         heapq.heapify(idle)
         while idle and not self.pool.has_room(count, _MOST_RANGES):
@@ -235,13 +188,13 @@ class RadixTree:
             self._remove(node)
             parent = node.parent
             assert parent is not None
-            if _can_go(parent):
+            if _is_evictable(parent):
                 heapq.heappush(idle, (parent.last_used, next(order), parent))
         if self.pool.free < count:
             raise ValueError(f"{count} slots are wanted, {self.pool.free} are free")
 
     def clear(self) -> None:
-        """Forget everything: what is in use goes on being used, and is found by nobody else."""
+        """Forget everything. Sequences keep the nodes they use, and no other finds them."""
         roots, self._roots = self._roots, {}
         for root in roots.values():
             for node in [*root.subtree()][::-1]:
@@ -254,7 +207,7 @@ class RadixTree:
         return sum(len(node.tokens) for root in self._roots.values() for node in root.subtree())
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two; returns the upper part. Segments behind it see both parts from now on."""
+        """Split a node in two; returns the upper part. Segments behind it see both parts from now on."""
         old = node.segment
         upper = Node(node.tokens[:at].copy(), Segment(old.start, at, old.before), node.parent)
         upper.segment.length = min(old.length, at)
@@ -272,7 +225,7 @@ class RadixTree:
         return upper
 
     def _cut_back(self, node: Node) -> None:
-        """Keep of a node what is filled. Nothing below it can be."""
+        """Keep the filled part of a node. Nothing below it can be filled."""
         for each in [*node.subtree()][:0:-1]:
             self._remove(each)
         filled = node.segment.length
@@ -292,7 +245,7 @@ class RadixTree:
         self.pool.give(node.segment.start, node.segment.start + node.segment.capacity)
 
     def _forget_if_cleared(self, path: list[Node]) -> bool:
-        """Free what nobody uses of a path that was cleared away meanwhile; False where it was not."""
+        """Free the unused nodes of a path that `clear` has taken out of the tree; False where it was not."""
         if not path or self._is_known(path[0].parent):
             return False
         for node in path[::-1]:
@@ -301,7 +254,7 @@ class RadixTree:
         return True
 
     def _is_known(self, root: Node | None) -> bool:
-        """Whether a root is one of those in which text is found."""
+        """Whether a root is still part of the tree."""
         return root is not None and self._roots.get(root.namespace_key) is root
 
     def _touch(self, node: Node) -> None:
@@ -316,12 +269,5 @@ def _root(namespace_key: str) -> Node:
     return root
 
 
-def _can_go(node: Node) -> bool:
+def _is_evictable(node: Node) -> bool:
     return node.parent is not None and not node.users and not node.children
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many of the first tokens are equal."""
-    size = min(len(one), len(other))
-    differs = one[:size] != other[:size]
-    return int(np.argmax(differs)) if differs.any() else size

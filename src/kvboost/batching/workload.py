@@ -1,8 +1,8 @@
 """Many requests: which of them run together, in which order, and what becomes of the rest when one fails.
 
-Requests are sorted by their tokens, so that neighbours share the most, and cut into batches that fit the
-memory. What cannot run beside others runs alone, as `generate` would run it. Knows how to ask for answers,
-not how they are made.
+Requests are sorted by their tokens, so that those that share the most are adjacent, and cut into batches
+that fit the memory. What cannot run beside others runs alone, as `generate` would run it. Knows how to ask
+for answers, not how they are made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvboost.errors import InvalidRequestError, PartialResultsError
 from kvboost.kv.layout import KVLayout
 from kvboost.requests.request import Request
 
-MAX_SEQUENCES = 64  # beyond this a step takes longer in the same measure, and first tokens come later
+MAX_SEQUENCES = 64  # beyond this the time of a step grows in proportion, and first tokens come later
 _MEMORY_SHARE = 4  # of the free memory, the KV of one batch takes at most this fraction
 _MIN_TOKENS = 4_096
 
@@ -38,7 +38,7 @@ def default_batch_tokens(layout: KVLayout) -> int:
 
 
 def check_batch_tokens(max_batch_tokens: object) -> None:
-    """Refuse a bound that is none."""
+    """Refuse a `max_batch_tokens` that is not None or a positive integer."""
     if max_batch_tokens is None:
         return
     if not isinstance(max_batch_tokens, int) or isinstance(max_batch_tokens, bool) or max_batch_tokens < 1:
@@ -109,7 +109,7 @@ class Workload(Generic[R, Result]):
             yield from self._together(requests)
         except ModelChangedError:
             return  # those without an answer begin anew
-        except Exception as error:  # out of memory, mostly: one request needs less, or says what is wrong
+        except Exception as error:  # mostly OOM: one request needs less, or says what is wrong
             warnings.warn(
                 f"a batch of {len(requests)} prompts failed ({type(error).__name__}: {error}); those "
                 "without an answer run one by one. A smaller max_batch_tokens may help",

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import torch
 
-from kvboost.batching.fixed_batch import Scores
+from kvboost.batching.scores import Scores
 from kvboost.choices import GenerationMode, Origin
 from kvboost.executor.parts import EngineParts
 from kvboost.executor.warming import Warmer

@@ -37,17 +37,7 @@ class EngineCore:
         self.warmer = Warmer(parts)
         self.alone = AloneRunner(parts, self.warmer)
         self.own_loop = OwnLoop(parts, self.warmer)
-        self.batches = BatchRunner(
-            model,
-            tokenizer,
-            parts.manager,
-            parts.loader,
-            parts.writer,
-            parts.workspace,
-            parts.reader,
-            parts.planned,
-            parts.fit.is_current,
-        )
+        self.batches = BatchRunner(parts)
         self.workload: Workload[Request, GenerationResult] = Workload(
             parts.layout,
             parts.fit.begin,
@@ -94,31 +84,18 @@ class EngineCore:
         namespace = self.parts.fit.last_namespace(self.parts.salt(cache_salt))
         return self.parts.requests.read_scores(prompts, continuations, namespace, mode, started)
 
-    def scheduler(self, max_sequences: int | None = None, prompt_tokens: int | None = None) -> Scheduler:
+    def scheduler(self, max_sequences: int | None = None, max_tokens: int | None = None) -> Scheduler:
         """A running batch that requests join and leave at any step; drive it from one thread.
 
-        It holds at most `max_sequences` requests (default 32, on a GPU 64) and the KV of `prompt_tokens`
+        It holds at most `max_sequences` requests (default 32, on a GPU 64) and the KV of `max_tokens`
         tokens (default 32,768, or what a quarter of the free memory holds).
         """
         parts = self.parts
         if max_sequences is None:
             max_sequences = _MAX_SEQUENCES.get(parts.layout.slabs[0].device.type, _MAX_SEQUENCES["cpu"])
-        if prompt_tokens is None:
-            prompt_tokens = min(_RUNNING_BATCH_TOKENS, workload.default_batch_tokens(parts.layout))
-        return Scheduler(
-            parts.model,
-            parts.tokenizer,
-            parts.layout,
-            parts.manager,
-            parts.loader,
-            parts.writer,
-            parts.reader,
-            parts.planned,
-            parts.fit.begin,
-            parts.fit.is_current,
-            max_sequences=max_sequences,
-            prompt_tokens=prompt_tokens,
-        )
+        if max_tokens is None:
+            max_tokens = min(_RUNNING_BATCH_TOKENS, workload.default_batch_tokens(parts.layout))
+        return Scheduler(parts, max_sequences=max_sequences, max_tokens=max_tokens)
 
     def explain(
         self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode | str, cache_salt: str | None

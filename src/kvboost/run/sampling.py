@@ -1,6 +1,6 @@
-"""Choosing the next token of rows that come and go.
+"""Choosing the next token of a sequence in a batch.
 
-The second decoding loop beside transformers' own: each row has the logits processors, the stopping
+The second decoding loop beside transformers' own: each sequence has the logits processors, the stopping
 criteria and the random generator that `model.generate` would give it, so it gets the tokens that it would
 get alone. Knows logits and options, no cache.
 """
@@ -23,8 +23,8 @@ from transformers.generation.stopping_criteria import (
 
 from kvboost.run.decode import Decoded, GenerationOptions, finish_reason
 
-# How generate would run, and what it would return: a row has its cache, and takes nothing but tokens.
-_NOT_FOR_ROWS: dict[str, Any] = {
+# How generate would run, and what it would return: a sequence has its own cache, and takes only tokens.
+_NOT_FOR_BATCHES: dict[str, Any] = {
     "use_cache": False,
     "cache_implementation": None,
     "prefill_chunk_size": None,
@@ -47,8 +47,8 @@ def why_alone(options: GenerationOptions) -> str:
     return ""
 
 
-class DecodingRow:
-    """One row's answer as it grows. `index` is the row's number as its caller counts."""
+class SequenceSampler:
+    """One sequence's answer as it grows. `index` is the request's number as its caller counts."""
 
     def __init__(
         self, model: Any, tokenizer: Any, token_ids: np.ndarray, options: GenerationOptions, index: int = 0
@@ -82,8 +82,8 @@ class DecodingRow:
         return self._ids[:, : self._prompt_tokens + len(self.new_ids)]
 
     @property
-    def takes_the_largest(self) -> bool:
-        """Whether the next token is nothing but the one with the largest logit, whatever was said before."""
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is the one with the largest logit, whatever came before."""
         return not self._processors and not self.options.config.do_sample and not self._criteria
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -128,14 +128,14 @@ def _as_generate_would(
 
     extra = dict(options.call_options)
     config = copy.deepcopy(options.config)
-    for name, value in _NOT_FOR_ROWS.items():
+    for name, value in _NOT_FOR_BATCHES.items():
         setattr(config, name, value)
     if config.stop_strings:  # a decoding function of one's own is not given the tokenizer that they need
         config.stop_strings = None
         stops = StopStringCriteria(tokenizer, options.config.stop_strings)
         extra["stopping_criteria"] = StoppingCriteriaList([*(extra.get("stopping_criteria") or []), stops])
     if (allowed := extra.get("prefix_allowed_tokens_fn")) is not None:
-        extra["prefix_allowed_tokens_fn"] = lambda _row, ids: allowed(index, ids)
+        extra["prefix_allowed_tokens_fn"] = lambda _batch_id, ids: allowed(index, ids)
     made: tuple[LogitsProcessorList, StoppingCriteriaList] = _handle(model, config).generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),

@@ -33,7 +33,7 @@ from kvboost.server.errors import as_api_error
 from kvboost.server.readers import Reading
 from kvboost.server.schemas import CacheRequest
 from kvboost.server.service import Service, told_reason
-from kvboost.server.worker import Ticket
+from kvboost.server.ticket import Ticket
 
 T = TypeVar("T")
 router = APIRouter(prefix="/v1/cache", tags=["cache"])
@@ -141,8 +141,8 @@ async def clear(service: TheService, caller: AnyCaller) -> ClearBody:
     service.check_ready()
 
     def forget() -> ClearBody:
-        if service.worker.batch is not None:
-            service.worker.batch.clear()
+        if service.worker.scheduler is not None:
+            service.worker.scheduler.clear()
         service.engine.clear()
         return ClearBody(chunks=service.engine.cache_stats()["chunks"])
 

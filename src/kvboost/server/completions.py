@@ -25,7 +25,7 @@ from kvboost.server.sampling import LogprobRecorder, TokenScore, sampling_argume
 from kvboost.server.schemas import AnyPrompt, Generation
 from kvboost.server.service import Service, told_reason
 from kvboost.server.text import Detokenizer, StopFinder
-from kvboost.server.worker import RequestTimeoutError, Ticket
+from kvboost.server.ticket import RequestTimeoutError, Ticket
 
 _GRACE_S = 1.0  # the worker is the first to say that the time is up
 _prompts = logging.getLogger("kvboost.server.prompts")

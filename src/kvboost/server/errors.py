@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from kvboost.errors import InvalidRequestError, PromptTooLongError
 from kvboost.server.field_rules import TOO_MANY, UNSUPPORTED
 from kvboost.server.schemas import ErrorBody, ErrorDetails
-from kvboost.server.worker import QueueFullError, RequestTimeoutError, ShuttingDownError
+from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError
 
 _LONGEST_NAME = 100  # of a client's own field names in messages
 _LONGEST_VALUE = 40  # of a client's own values in messages

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from kvboost.errors import KVBoostError
 from kvboost.server.errors import ApiError
-from kvboost.server.worker import ShuttingDownError
+from kvboost.server.ticket import ShuttingDownError
 
 T = TypeVar("T")
 THREADS = 4

@@ -28,7 +28,8 @@ from kvboost.server.readers import Readers, Reading
 from kvboost.server.schemas import AnyPrompt
 from kvboost.server.settings import ServerSettings
 from kvboost.server.text import TokenNames
-from kvboost.server.worker import ShuttingDownError, Ticket, Worker
+from kvboost.server.ticket import ShuttingDownError, Ticket
+from kvboost.server.worker import Worker
 from kvboost.store.miss_reasons import without_tokens
 
 FINGERPRINT = f"kvboost-{__version__}"
@@ -61,9 +62,9 @@ class Service:
             lambda: self.worker.tenants,
         )
         self._looking = CapacityLimiter(_LOOKERS)
-        batch = self.worker.batch
+        scheduler = self.worker.scheduler
         self.max_prompt_tokens = self._max_prompt_tokens()
-        self._batch_slots = 0 if batch is None else batch.radix_tree.pool.free
+        self._batch_slots = 0 if scheduler is None else scheduler.radix_tree.pool.free
         self.metrics = Metrics(self.worker, engine.cache_stats)
         self.created = int(time.time())
         # Tokenizers are not made for several threads: the event loop, which decodes, has its own.
@@ -76,12 +77,12 @@ class Service:
 
     def _max_prompt_tokens(self) -> int | None:
         """Tokens of the longest prompt that could be served; None = there is no bound."""
-        engine, batch = self.engine, self.worker.batch
+        engine, scheduler = self.engine, self.worker.scheduler
         sizes = [engine.max_positions]
-        if batch is not None and not engine.core.parts.why_alone(
+        if scheduler is not None and not engine.core.parts.why_alone(
             engine.core.read([0], Arguments(1, self.settings.mode))
         ):
-            sizes.append(batch.max_tokens)
+            sizes.append(scheduler.max_tokens)
         return min((size for size in sizes if size is not None), default=None)
 
     # --- requests ----------------------------------------------------------------------------
@@ -216,19 +217,19 @@ class Service:
         return found
 
     def _batch_stats(self) -> BatchBody | None:
-        batch = self.worker.batch
-        if batch is None:
+        scheduler = self.worker.scheduler
+        if scheduler is None:
             return None
-        counts = batch.counts
+        counts = scheduler.counts
         return BatchBody(
-            sequences=len(batch.rows),
-            max_sequences=batch.max_sequences,
-            resident_tokens=self._batch_slots - batch.radix_tree.pool.free,
+            sequences=len(scheduler.sequences),
+            max_sequences=scheduler.max_sequences,
+            resident_tokens=self._batch_slots - scheduler.radix_tree.pool.free,
             steps=counts.steps,
             decoded_tokens=counts.decoded_tokens,
             prefilled_tokens=counts.prefilled_tokens,
             shared_tokens=counts.shared_tokens,
-            kv_bytes=batch.nbytes,
+            kv_bytes=scheduler.nbytes,
         )
 
     # --- the end -----------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_broadcasting_copies_nothing() -> None:
 
 
 def test_broadcasting_wants_one_row() -> None:
-    with pytest.raises(ValueError, match="KV of one row"):
+    with pytest.raises(ValueError, match="KV of one sequence"):
         broadcast_kv(((torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1)),), 3)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         broadcast_kv((), 0)
@@ -99,23 +99,23 @@ def test_a_forest_holds_every_prompt_once(prompts: list[np.ndarray]) -> None:
     forest = plan_forest(prompts, limits)
     assert sorted(forest.order) == list(range(len(prompts)))
     assert set(forest.branch_of) == set(forest.order)
-    places = {row: place for place, row in enumerate(forest.order)}
+    places = {index: place for place, index in enumerate(forest.order)}
     known: set[int] = set()
     for branch in forest.branches:
         assert branch.end - branch.start >= MIN_SHARED_TOKENS
-        assert len(branch.rows) >= 2
-        where = [places[row] for row in branch.rows]
+        assert len(branch.sequences) >= 2
+        where = [places[index] for index in branch.sequences]
         assert where == list(range(where[0], where[0] + len(where)))  # neighbours
-        assert len({prompts[row][: branch.end].tobytes() for row in branch.rows}) == 1
-        assert branch.end <= min(limits[row] for row in branch.rows)
+        assert len({prompts[index][: branch.end].tobytes() for index in branch.sequences}) == 1
+        assert branch.end <= min(limits[index] for index in branch.sequences)
         assert branch.start == (branch.parent.end if branch.parent else 0)
         assert branch.parent is None or id(branch.parent) in known
-        assert branch.parent is None or set(branch.rows) <= set(branch.parent.rows)
+        assert branch.parent is None or set(branch.sequences) <= set(branch.parent.sequences)
         known.add(id(branch))
         assert branch.path[0].start == 0
-    for row, branch in forest.branch_of.items():
+    for index, branch in forest.branch_of.items():
         for each in branch.path if branch is not None else ():
-            assert row in each.rows
+            assert index in each.sequences
 
 
 @settings(max_examples=200, deadline=None)
@@ -128,7 +128,9 @@ def test_two_rows_share_what_they_can(prompts: list[np.ndarray]) -> None:
         size = min(len(prompts[left]), len(prompts[right]))
         same = prompts[left][:size] == prompts[right][:size]
         common = min(size if same.all() else int(np.argmin(same)), limits[left], limits[right])
-        shared = max((b.end for b in forest.branches if left in b.rows and right in b.rows), default=0)
+        shared = max(
+            (b.end for b in forest.branches if left in b.sequences and right in b.sequences), default=0
+        )
         assert common - MIN_SHARED_TOKENS < shared <= common
 
 

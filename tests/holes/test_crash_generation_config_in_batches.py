@@ -1,4 +1,4 @@
-"""Rows choose their tokens by the options that were read, whatever the model's own generation config says."""
+"""A batch chooses tokens by the options that were read, whatever the model's own generation config says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvboost.run.decode import GenerationOptions
-from kvboost.run.sampling import DecodingRow, why_alone
+from kvboost.run.sampling import SequenceSampler, why_alone
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPT = np.array([10, 20, 30, 40, 50])
@@ -58,27 +58,29 @@ def neutral(**changes: Any) -> GenerationConfig:
     return config
 
 
-def row_of(model: Any, tokenizer: Any, config: GenerationConfig, **call_options: Any) -> DecodingRow:
-    return DecodingRow(model, tokenizer, PROMPT, GenerationOptions(config, 4, None, call_options))
+def sampler_of(model: Any, tokenizer: Any, config: GenerationConfig, **call_options: Any) -> SequenceSampler:
+    return SequenceSampler(model, tokenizer, PROMPT, GenerationOptions(config, 4, None, call_options))
 
 
-def made(row: DecodingRow) -> tuple[list[type], list[type], int, frozenset[int]]:
-    processors, criteria = ([type(each) for each in found] for found in (row._processors, row._criteria))
-    return processors, criteria, row._max_length, row._ends
+def made(sampler: SequenceSampler) -> tuple[list[type], list[type], int, frozenset[int]]:
+    processors, criteria = (
+        [type(each) for each in found] for found in (sampler._processors, sampler._criteria)
+    )
+    return processors, criteria, sampler._max_length, sampler._ends
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
 def test_the_models_own_generation_config_adds_nothing(tokenizer: Any, odd: dict[str, Any]) -> None:
     model = tiny_model("llama")
-    expected = made(row_of(model, tokenizer, neutral()))
+    expected = made(sampler_of(model, tokenizer, neutral()))
     for name, value in odd.items():
         setattr(model.generation_config, name, value)
     own, before = model.generation_config, copy.deepcopy(vars(model.generation_config))
     attributes, layers = set(vars(model)), model.config.num_hidden_layers
-    row = row_of(model, tokenizer, neutral())
-    assert made(row) == expected
+    sampler = sampler_of(model, tokenizer, neutral())
+    assert made(sampler) == expected
     logits = torch.randn(320, generator=torch.Generator().manual_seed(1))
-    assert row.choose(logits) == int(logits.argmax())
+    assert sampler.choose(logits) == int(logits.argmax())
     assert model.generation_config is own
     assert vars(own) == before
     assert set(vars(model)) == attributes
@@ -95,45 +97,45 @@ def test_the_models_own_generation_config_adds_nothing(tokenizer: Any, odd: dict
     + ODD[:3],
     ids=str,
 )
-def test_options_that_say_how_to_run_do_not_matter_to_a_row(tokenizer: Any, odd: dict[str, Any]) -> None:
-    """Even where they are in the request's own config: a row has its cache, and returns nothing but ids."""
+def test_options_that_say_how_to_run_do_not_matter_in_a_batch(tokenizer: Any, odd: dict[str, Any]) -> None:
+    """Even in the request's own config: a sequence has its own cache, and returns nothing but ids."""
     model = tiny_model("llama")
-    expected = made(row_of(model, tokenizer, neutral()))
+    expected = made(sampler_of(model, tokenizer, neutral()))
     config = neutral(**odd)
     before = copy.deepcopy(vars(config))
-    assert made(row_of(model, tokenizer, config)) == expected
+    assert made(sampler_of(model, tokenizer, config)) == expected
     assert vars(config) == before
 
 
 def test_what_was_asked_for_is_there(tokenizer: Any) -> None:
     model = tiny_model("llama")
     config = neutral(repetition_penalty=1.5, stop_strings=["a", "b"], min_new_tokens=2, max_time=60.0)
-    processors, criteria, _, ends = made(row_of(model, tokenizer, config))
+    processors, criteria, _, ends = made(sampler_of(model, tokenizer, config))
     assert {each.__name__ for each in processors} >= {"RepetitionPenaltyLogitsProcessor"}
     assert {each.__name__ for each in criteria} == {"StopStringCriteria", "MaxTimeCriteria"}
     assert ends == {2}
 
 
-def test_a_row_of_a_model_with_an_adapter(tokenizer: Any) -> None:
+def test_a_sequence_of_a_model_with_an_adapter(tokenizer: Any) -> None:
     """Adapters hand their generation config on to the model inside: there is nothing of ours to hand on."""
     peft = pytest.importorskip("peft")
     inner = tiny_model("llama")
     model = peft.get_peft_model(inner, peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
     own = inner.generation_config
     config = neutral(repetition_penalty=1.5)
-    assert made(row_of(model, tokenizer, config)) == made(row_of(inner, tokenizer, config))
+    assert made(sampler_of(model, tokenizer, config)) == made(sampler_of(inner, tokenizer, config))
     assert inner.generation_config is own
     assert model.generation_config.repetition_penalty in (None, 1.0)
 
 
-# --- which decoding may run in rows ----------------------------------------------------------
+# --- which decoding may run in batches -------------------------------------------------------
 
 
 def reason(config: GenerationConfig, **call_options: Any) -> str:
     return why_alone(GenerationOptions(config, 4, None, call_options))
 
 
-def test_greedy_decoding_and_sampling_run_in_rows() -> None:
+def test_greedy_decoding_and_sampling_run_in_batches() -> None:
     assert reason(neutral()) == ""
     assert reason(neutral(do_sample=True, temperature=0.7)) == ""
 

@@ -1,0 +1,143 @@
+"""The arena of the running batch: a lane for every sequence, and a radix tree of prompts behind the lanes.
+
+A lane takes the tokens of an answer. Lanes are adjacent and of one size, so that one call of attention reads
+them all. Knows slots and sequences, no model and no store.
+"""
+
+from __future__ import annotations
+
+from kvboost.batching.radix_tree import Node, RadixTree
+from kvboost.batching.sequence import Sequence, prefill_tokens
+from kvboost.batching.slot_pool import SlotPool
+from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
+from kvboost.requests.request import Request
+from kvboost.run.packed_step import Segment
+
+LANE_TOKENS = 256  # of an answer; a longer one spills into the pool, so that lanes stay equal
+_TAIL_SHARE = 2  # the end of a prompt is pulled into its lane where it is at most the lane's size by this
+
+
+class BatchMemory:
+    """Slots for `max_sequences` lanes, and for `max_tokens` tokens of prompts and of longer answers."""
+
+    def __init__(self, layout: KVLayout, max_sequences: int, max_tokens: int) -> None:
+        self.max_sequences = max_sequences
+        self.max_tokens = max_tokens
+        self.arena = Arena(layout, self.lane_slots + max_tokens)
+        self.radix_tree = self._empty_tree()
+        self.sequences: list[Sequence] = []  # by lane
+
+    @property
+    def lane_slots(self) -> int:
+        """Slots of all lanes; the pool of the radix tree begins behind them."""
+        return self.max_sequences * LANE_TOKENS
+
+    def _empty_tree(self) -> RadixTree:
+        return RadixTree(SlotPool(self.lane_slots, self.lane_slots + self.max_tokens))
+
+    # --- coming and going --------------------------------------------------------------------
+
+    def has_room(self, request: Request, *, answers: bool, spare_sequences: int, spare_tokens: int) -> bool:
+        """Whether a request could join now, and leave so many sequences and tokens free for others."""
+        if len(self.sequences) >= self.max_sequences - spare_sequences:
+            return False
+        reserved = sum(each.reserved for each in self.sequences)
+        tokens = request.token_ids[: prefill_tokens(request, answers=answers)]
+        needed, there = self.radix_tree.room_for(request.namespace.key, tokens, reserved)
+        return needed + spill_tokens(request, answers=answers) + spare_tokens <= there
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give a sequence its path in the radix tree. Its new nodes are not filled."""
+        tokens = sequence.request.token_ids[: sequence.limit]
+        key = sequence.request.namespace.key
+        sequence.node, sequence.in_place = self.radix_tree.enter(key, tokens)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Take a sequence's path back before it has a lane; what was placed in its nodes is not trusted."""
+        for node in sequence.own_nodes:
+            node.segment.length = 0
+        self.radix_tree.leave(sequence.node)
+
+    def add_lane(self, sequence: Sequence) -> None:
+        """Give a sequence that has entered the next lane."""
+        sequence.reserved = spill_tokens(sequence.request, answers=sequence.answers)
+        start = len(self.sequences) * LANE_TOKENS
+        self.arena.clear(start, start + LANE_TOKENS)  # read under a mask, which does not stop a NaN
+        sequence.lane = Segment(start, LANE_TOKENS, sequence.segments, clean=True)
+        self.sequences.append(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Free a sequence's slots; the last lane moves into its place, so that lanes stay adjacent."""
+        for segment in sequence.spilled:
+            self.radix_tree.pool.give(segment.start, segment.start + segment.capacity)
+        self.radix_tree.leave(sequence.node)
+        at, last = self.sequences.index(sequence), self.sequences.pop()
+        if last is not sequence:
+            self.sequences[at] = last
+            self.arena.move(last.lane.start, at * LANE_TOKENS, last.lane.length)
+            self.arena.clear(at * LANE_TOKENS + last.lane.length, (at + 1) * LANE_TOKENS)
+            last.lane.start = at * LANE_TOKENS
+
+    def reset(self) -> None:
+        """Forget all sequences and all text, in use or not."""
+        self.sequences = []
+        self.radix_tree = self._empty_tree()
+
+    # --- lanes -------------------------------------------------------------------------------
+
+    def prepare_lanes(self, decoding: list[Sequence]) -> None:
+        """Make room for a token in every lane, behind all that comes before it."""
+        for sequence in decoding:
+            if sequence.is_decoding and not sequence.tail_pulled:
+                self._pull_tail(sequence)
+            if sequence.lane.length == sequence.lane.capacity:
+                self._spill(sequence)
+            sequence.lane.before = sequence.segments
+
+    def _pull_tail(self, sequence: Sequence) -> None:
+        """Copy the end of a prompt that no other sequence uses into its sequence's lane.
+
+        There the one call for all lanes reads it; as a node of its own it would take a call per layer.
+        """
+        sequence.tail_pulled = True
+        own: list[Node] = []
+        count = 0
+        for node in sequence.node.path[::-1]:
+            if node.users > 1 or count + len(node.tokens) > LANE_TOKENS // _TAIL_SHARE:
+                break
+            own.insert(0, node)
+            count += len(node.tokens)
+        lane = sequence.lane
+        if not count or lane.length > count or sequence.spilled:
+            return
+        self.arena.move(lane.start, lane.start + count, lane.length)
+        at = lane.start
+        for node in own:
+            self.arena.move(node.segment.start, at, len(node.tokens))
+            at += len(node.tokens)
+        sequence.node = self.radix_tree.release(own)
+        sequence.lane = Segment(lane.start, LANE_TOKENS, sequence.segments, clean=True)
+        sequence.lane.length = count + lane.length
+
+    def _spill(self, sequence: Sequence) -> None:
+        """Move a full lane's KV into the pool, and empty the lane."""
+        lane = sequence.lane
+        position = lane.position
+        done = 0
+        for start, end in self.radix_tree.take(lane.length):
+            self.arena.move(lane.start + done, start, end - start)
+            part = Segment(start, end - start, sequence.segments)
+            part.length = end - start
+            sequence.spilled.append(part)
+            done += end - start
+        sequence.reserved = max(0, sequence.reserved - lane.length)
+        sequence.lane = Segment(lane.start, LANE_TOKENS, sequence.segments, clean=True)
+        assert sequence.lane.position == position + done
+
+
+def spill_tokens(request: Request, *, answers: bool) -> int:
+    """Slots beside its lane that an answer may need."""
+    if not answers:
+        return 0
+    return (request.options.max_new_tokens + LANE_TOKENS // _TAIL_SHARE) // LANE_TOKENS * LANE_TOKENS

@@ -1,0 +1,137 @@
+"""A request in the running batch: where its KV lies, how far it is, and where its prompt's KV came from.
+
+Knows segments and plans; when it runs is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvboost.batching.radix_tree import Node
+from kvboost.choices import Origin
+from kvboost.compat import text_config
+from kvboost.identity.namespace import Namespace
+from kvboost.models import GenerationResult, Span
+from kvboost.requests.request import Request
+from kvboost.reuse.plan import ReusePlan
+from kvboost.run import decode
+from kvboost.run.packed_step import Segment
+from kvboost.run.sampling import SequenceSampler
+
+SHARED_REASON = "in use by another request"
+LEFT_REASON = "another request was to compute it, and left"
+
+
+class Listener(Protocol):
+    """Hears what becomes of a request, in the thread that drives the scheduler."""
+
+    def token(self, token_id: int) -> None:
+        """The next token of the answer."""
+
+    def done(self, result: GenerationResult) -> None:
+        """The answer is complete, or was cut off by `leave`."""
+
+    def failed(self, error: Exception) -> None:
+        """There is no answer."""
+
+
+def prefill_tokens(request: Request, *, answers: bool) -> int:
+    """Prompt tokens that go into the radix tree; the last one of an answered prompt gives the first token."""
+    return request.limit if answers else len(request.token_ids)
+
+
+class Sequence:
+    """A request in the running batch. With `answers=False` only its prompt is computed.
+
+    Its KV lies in the nodes of the radix tree up to `node`, then in `spilled`, then in its `lane`.
+    """
+
+    def __init__(self, request: Request, listener: Listener, *, answers: bool, tenant: str = "") -> None:
+        self.request = request
+        self.listener = listener
+        self.tenant = tenant
+        self.answers = answers
+        self.node: Node
+        self.lane = Segment(0, 0)
+        self.spilled: list[Segment] = []  # parts of its answer that its lane had no room for
+        self.reserved = 0  # slots that its answer may still need beside its lane
+        self.plan: ReusePlan
+        self.in_place = 0  # tokens that lay or were being computed in the arena before it came
+        self.computed_from = len(request.token_ids)  # the first position that went through the model for it
+        self.sampler: SequenceSampler
+        self.stored_tokens = 0  # of its prompt
+        self.stock: StockDecoder | None = None  # set where it runs outside the arena
+        self.is_decoding = False  # its whole prompt went through
+        self.tail_pulled = False  # the end of its prompt was moved into its lane, if that was possible
+
+    @property
+    def limit(self) -> int:
+        """Prompt tokens that go into the radix tree."""
+        return prefill_tokens(self.request, answers=self.answers)
+
+    @property
+    def unfilled(self) -> Node | None:
+        """The first part of its prompt that is not computed yet."""
+        return next((node for node in self.node.path if not node.is_filled), None)
+
+    @property
+    def filled_tokens(self) -> int:
+        """How many of its first prompt tokens have their KV in the arena."""
+        node = self.unfilled
+        return node.segment.end if node is not None else self.node.end
+
+    @property
+    def own_nodes(self) -> list[Node]:
+        """Nodes of its prompt that were made for it."""
+        return [node for node in self.node.path if node.segment.position >= self.in_place]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments before its lane."""
+        return (*(node.segment for node in self.node.path), *self.spilled)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The origin of every prompt token. What lay in the arena before was computed for others."""
+        if self.stock is not None:
+            return (Span(0, len(self.request.prompt), Origin.LIVE, self.stock.reason),)
+        plan = self.plan
+        if self.in_place <= plan.prefix_end <= self.computed_from:
+            return plan.spans()
+        end = min(max(plan.prefix_end, self.in_place), self.computed_from)
+        spans = [
+            replace(span, end=min(span.end, end))
+            for span in plan.spans()
+            if span.origin is not Origin.LIVE and span.start < end
+        ]
+        if plan.prefix_end < end:
+            spans.append(Span(plan.prefix_end, end, Origin.EXACT, SHARED_REASON))
+        if end < plan.total:
+            spans.append(Span(end, plan.total, Origin.LIVE, plan.reason or LEFT_REASON))
+        return tuple(spans)
+
+
+class StockDecoder:
+    """Runs one sequence outside the arena, on stock attention and a stock cache; `reason` says why."""
+
+    def __init__(self, model: Any, reason: str) -> None:
+        self.reason = reason
+        self._model = model
+        self._namespace: Namespace | None = None
+        self._cache: Any = None
+
+    def next_logits(self, token_ids: np.ndarray, namespace: Namespace) -> torch.Tensor:
+        """Logits `[vocab]` behind `token_ids` `[tokens]`; `namespace` is that of the model as it is now."""
+        if self._cache is None or namespace != self._namespace or namespace.gated:
+            self._cache, self._namespace = DynamicCache(config=text_config(self._model)), namespace
+        device = self._model.get_input_embeddings().weight.device
+        ids = torch.from_numpy(token_ids[self._cache.get_seq_length() :]).to(device).unsqueeze(0)
+        with decode.running(self._model, fast=False, was_read=True):
+            output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits

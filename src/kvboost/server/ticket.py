@@ -1,0 +1,109 @@
+"""An answer on its way from the model's thread to the event loop, and why there may be none.
+
+Knows requests and asyncio, no HTTP and no queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from kvboost.batching.sequence import Sequence
+from kvboost.errors import KVBoostError
+from kvboost.models import GenerationResult
+from kvboost.requests.request import Request
+
+
+class QueueFullError(KVBoostError):
+    """Too many requests wait; `retry_after_s` is a guess at when there is room."""
+
+    def __init__(self, waiting: int, retry_after_s: int, *, own: bool = False) -> None:
+        whose = "of your requests" if own else "requests"
+        super().__init__(f"{waiting} {whose} wait already; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeoutError(KVBoostError):
+    """A request took longer than it may."""
+
+
+class ShuttingDownError(KVBoostError):
+    """The server ends, and this request was not answered."""
+
+
+class Ticket:
+    """An answer on its way: iterate for its tokens; then `result` is there. `cancel` frees its place.
+
+    Made in the event loop that reads it.
+    """
+
+    def __init__(self, request: Request, tenant: str, deadline: float | None, answers: bool) -> None:
+        self.request = request
+        self.has_enough = False  # the reader wants no more of it, and it counts as answered
+        self.tenant = tenant
+        self.deadline = deadline  # of time.monotonic()
+        self.answers = answers
+        self.submitted_at = time.monotonic()
+        self.sequence: Sequence | None = None
+        self.blocked_at: float | None = None  # since when it is its turn, and there is no room
+        self.has_passed = False
+        self._loop = asyncio.get_running_loop()
+        self._tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        self._result: GenerationResult | None = None
+        self.error: Exception | None = None
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more. It can be called twice, from any thread, and too late."""
+        if not self.is_over:
+            self.request.watch.cancelled.set()
+
+    def end(self) -> None:
+        """The reader has all that it wants: the answer ends here."""
+        self.has_enough = True
+        self.cancel()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.request.watch.cancelled.is_set()
+
+    @property
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        while (token := await self._tokens.get()) is not None:
+            yield token
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole answer, once the tokens are through."""
+        assert self._result is not None
+        return self._result
+
+    # --- the worker's side -------------------------------------------------------------------
+
+    def token(self, token_id: int) -> None:
+        self._send(token_id)
+
+    def done(self, result: GenerationResult) -> None:
+        self._result = result
+        self._end()
+
+    def failed(self, error: Exception) -> None:
+        if not self.is_over:
+            self.error = error
+            self._end()
+
+    def _end(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._send(None)
+
+    def _send(self, item: int | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the reader's event loop is gone, and so is the reader
+            self._loop.call_soon_threadsafe(self._tokens.put_nowait, item)
