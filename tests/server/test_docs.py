@@ -88,7 +88,8 @@ def test_every_flag_is_explained() -> None:
     for option in own:
         default = documented[option.opts[0]]
         if isinstance(option.default, (int, float, str)) and not isinstance(option.default, bool):
-            assert default == str(option.default), option.name
+            shown = option.show_default if isinstance(option.show_default, str) else f"{option.default}"
+            assert default == shown.removesuffix(".0"), option.name
         elif isinstance(option.default, bool):
             assert default == ("on" if option.default else "off"), option.name
 
