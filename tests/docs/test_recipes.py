@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
+from tests.fixture_types import MakeEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONAL = ("lm_eval",)
@@ -30,7 +31,7 @@ def shared_model(real: KVBoost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     opened: list[KVBoost] = []
     pinned: list[tuple[KVBoost, Any]] = []
     pin: Callable[..., int] = KVBoost.pin
-    load: Callable[..., KVBoost] = KVBoost.from_pretrained
+    load: MakeEngine = KVBoost.from_pretrained
     settings = dataclasses.asdict(real.settings)
 
     def open_on_shared(name: str = "", **options: Any) -> KVBoost:

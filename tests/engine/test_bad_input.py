@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError, UnsupportedModelError
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import BASE, POSITIONS, VOCAB, random_ids, tiny_model
-
-MakeEngine = Callable[..., KVBoost]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.loading.embedded import find_gguf
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids, tiny_model
-
-MakeEngine = Callable[..., KVBoost]
 
 
 def test_a_local_folder(tokenizer: Any, tmp_path: Path) -> None:

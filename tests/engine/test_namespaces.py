@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from kvboost.executor.model_fit import encoding_of
 from kvboost.identity import namespace
 from kvboost.identity.namespace import Namespace, NamespaceTracker
 from kvboost.store.manager import KVCacheManager
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids, tiny_model
 
 SETTINGS = {"kv_cache_bits": 16, "overlap_k": 0, "sink_tokens": 0, "bit_exact": False}
@@ -42,7 +42,7 @@ def _check(manager: KVCacheManager, other: Namespace, reason: str) -> None:
     ],
     ids=str,
 )
-def test_another_encoding(changes: dict[str, Any], make_engine: Callable[..., KVBoost]) -> None:
+def test_another_encoding(changes: dict[str, Any], make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.core.parts.fit._namespaces = NamespaceTracker(engine.model, SETTINGS)
     manager = _stored_by(engine)
@@ -51,9 +51,7 @@ def test_another_encoding(changes: dict[str, Any], make_engine: Callable[..., KV
 
 
 @pytest.mark.parametrize("what", ["weight", "dtype", "rope", "format", "attention"])
-def test_another_model(
-    what: str, make_engine: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model(what: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     manager = _stored_by(engine)
     other = tiny_model("llama")
@@ -76,7 +74,7 @@ def test_another_model(
     _check(manager, NamespaceTracker(other, encoding_of(engine.settings)).current(""), "other namespace")
 
 
-def test_another_salt_learns_nothing(make_engine: Callable[..., KVBoost]) -> None:
+def test_another_salt_learns_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
     manager = _stored_by(engine)
     _check(manager, engine.core.parts.fit._namespaces.current("someone else"), "never stored")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from kvboost import GenerationMode, KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError
 from kvboost.models import ScoreResult
+from tests.fixture_types import MakeEngine
 from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
 
-MakeEngine = Callable[..., KVBoost]
 TOLERANCE = 1e-4
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import KVBoost
 from kvboost.choices import Origin
 from kvboost.kv.rope import GATED_REASON
 from tests.equivalence.capture import generate_with_logits
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, VOCAB, random_ids, tiny_model
 
 pytestmark = pytest.mark.exactness
-MakeEngine = Callable[..., KVBoost]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

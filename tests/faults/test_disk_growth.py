@@ -9,14 +9,13 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvboost import KVBoost
 from kvboost.disk import growth as disk_growth
 from kvboost.disk import room as disk_room
 from kvboost.disk.folder import DESCRIPTION, OWNERS
@@ -29,9 +28,9 @@ from tests import disk_reader
 from tests.faults import test_disk_faults
 from tests.faults.disk_writer import SLOT_BYTES, Job, Writers, chunk_of, is_right, key_of
 from tests.faults.test_disk_faults import FOREVER, Faults
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 ENGINE_SLOT_BYTES = 16_384  # of a chunk of 16 tokens of the tiny llama
 
 

@@ -7,23 +7,21 @@ import os
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from kvboost import KVBoost
 from kvboost.cli.main import main
 from kvboost.disk.folder import DESCRIPTION, OPENING, OWNERS
 from kvboost.disk.room import GROWING
 from kvboost.disk.tier import INDEX, SLOTS, DiskTier
 from kvboost.errors import CacheFileError
 from tests.faults.disk_writer import SLOT_BYTES, chunk_of, is_right, key_of
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
 STRANGER = 12_345
 MAX_CHUNKS = 4
 DEAD_OWNER = f"{OWNERS}/{'a' * 32}"

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvboost import KVBoost
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-MakeEngine = Callable[..., KVBoost]
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "data.mul_": lambda weight: weight.data.mul_(1.5),
     "data.copy_": lambda weight: weight.data.copy_(weight.data.flip(0) * 0.7),

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ import torch
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
 from kvboost.kernels import linears
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.threads import at_once
 from tests.tiny_models import random_ids, tiny_model, tiny_tokenizer
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(50, seed=9)
 ROOT = Path(__file__).parents[2]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
 from kvboost.requests.prompts import PromptReader
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import tiny_tokenizer
 
-MakeEngine = Callable[..., KVBoost]
 LONE = ["\ud800", "\udc80x"]
 
 

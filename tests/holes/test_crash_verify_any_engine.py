@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
 from kvboost.proof.checks import approximate
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(120, 5)
 ENGINES: list[dict[str, Any]] = [
     {"chunk_boundary_window": 4},

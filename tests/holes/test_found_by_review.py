@@ -17,11 +17,11 @@ from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
 from kvboost.executor import model_fit
 from kvboost.identity import weights
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import with_adapters
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(40, seed=11)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(50, seed=2)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import KVBoost
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(50, seed=3)
 
 

@@ -11,11 +11,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvboost import KVBoost
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(50, seed=5)
 
 

@@ -14,11 +14,10 @@ import torch
 from kvboost import KVBoost
 from kvboost.executor.model_fit import encoding_of
 from kvboost.identity.namespace import NamespaceTracker
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.threads import at_once
 from tests.tiny_models import random_ids, tiny_model
-
-MakeEngine = Callable[..., KVBoost]
 
 
 def asking(engine: KVBoost, seed: int, rounds: int = 12) -> Callable[[], None]:

@@ -7,7 +7,6 @@ does not show, or be one that its text spells differently: then the text is enco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from kvboost import KVBoost
 from kvboost.requests import answers as answers_module
 from kvboost.requests.prompts import PromptReader
+from tests.fixture_types import MakeEngine
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
 HIDDEN = "<|hidden|>"  # special for the tokenizer, and in none of transformers' lists of special tokens
@@ -269,9 +268,7 @@ class Says(LogitsProcessor):
         return forced
 
 
-def test_a_forged_role_change_does_not_enter_a_chat(
-    make_engine: Callable[..., KVBoost], tokenizer: Any
-) -> None:
+def test_a_forged_role_change_does_not_enter_a_chat(make_engine: MakeEngine, tokenizer: Any) -> None:
     engine = make_engine()
     letters = tokenizer("ok", add_special_tokens=False)["input_ids"]
     system = tokenizer.convert_tokens_to_ids("<|system|>")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvboost import KVBoost
+from tests.fixture_types import MakeEngine
 from tests.forwards import on_forward
 from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model
@@ -42,7 +43,7 @@ def serve() -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture
-def make_slow_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., KVBoost]]:
+def make_slow_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
     """Engines that need a while for every step, and never end an answer by themselves."""
     engines: list[KVBoost] = []
 

@@ -72,6 +72,9 @@ class Running:
         wait_for(lambda: condition(vars(self.service.worker.stats)), within_s)
 
 
+Serve = Callable[..., Running]
+
+
 def wait_for(condition: Callable[[], bool], within_s: float = 10) -> None:
     deadline = time.monotonic() + within_s
     while not condition():

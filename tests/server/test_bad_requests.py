@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from kvboost import KVBoost
-from tests.server.running import HELLO, MODEL, Running, running
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, MODEL, Running, Serve, running
 from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
-
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import kvboost.server
-from kvboost import KVBoost
 from kvboost.server.answers import CacheStats
-from tests.server.running import HELLO, Running
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, Serve
 from tests.tiny_models import random_ids
-
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 
 
 @pytest.mark.parametrize("batching", [True, False])

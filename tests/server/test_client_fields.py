@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, get_type_hints
 
 import httpx
@@ -34,12 +34,11 @@ from kvboost.server.schemas import (
     StreamOptions,
     TextPart,
 )
-from tests.server.running import HELLO, Running, running
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, Running, Serve, running
 from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 NAMED = (
     "{% for m in messages %}<|{{ m['role'] }}|>"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from kvboost import KVBoost, __version__
+from kvboost import __version__
 from kvboost.server.answers import ChatChunk, ChatCompletion, TextCompletion
-from tests.server.running import HELLO, Running, joined
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, Serve, joined
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 MODES = ("prefix_cache", "chunk_kv_reuse", "baseline")
 
 

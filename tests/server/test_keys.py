@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
 from kvboost.server.auth import Caller, Gate, effective_salt
 from kvboost.server.errors import ApiError
 from kvboost.server.settings import ApiKey, ServerSettings
-from tests.server.running import HELLO, MODEL, Running
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, MODEL, Running, Serve
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_tokens": 4}
 OPEN = [("GET", "/health"), ("GET", "/ready"), ("GET", "/openapi.json")]
 USUAL = [("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/chat/completions")]

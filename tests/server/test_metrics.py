@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvboost import KVBoost
-from tests.server.running import HELLO, Running
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, Running, Serve
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana-dashboard.json"
 

@@ -19,6 +19,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.server.settings import ApiKey
+from tests.fixture_types import MakeEngine
 from tests.server.running import Running, running
 
 pytestmark = pytest.mark.real_model
@@ -192,7 +193,7 @@ def test_live_figures(page: Any, salt: str) -> None:
 
 
 def test_disk_tier_is_shown(
-    bare_page: Any, serve: Callable[..., Running], make_engine: Callable[..., KVBoost], tmp_path: Path
+    bare_page: Any, serve: Callable[..., Running], make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     bare_page.goto(serve(make_engine(disk_cache_dir=tmp_path / "kv")).url)
     tiers = bare_page.locator("#tiers .tier")
@@ -209,7 +210,7 @@ def test_disk_tier_is_shown(
 
 
 def test_texts_of_chunks_are_shown_where_they_are_told(
-    bare_page: Any, make_engine: Callable[..., KVBoost], serve: Callable[..., Any]
+    bare_page: Any, make_engine: MakeEngine, serve: Callable[..., Any]
 ) -> None:
     nasty = "<b>bold</b> words that the server was told to show"
     server = serve(make_engine(), log_prompts=True)
@@ -221,7 +222,7 @@ def test_texts_of_chunks_are_shown_where_they_are_told(
 
 
 def test_a_chosen_request_stays_chosen(
-    bare_page: Any, make_engine: Callable[..., KVBoost], serve: Callable[..., Any]
+    bare_page: Any, make_engine: MakeEngine, serve: Callable[..., Any]
 ) -> None:
     """Also while others come, with the keyboard."""
     server = serve(make_engine())
@@ -430,7 +431,7 @@ def refuse(status: int, message: str) -> Any:
 
 
 def test_missing_key_is_asked_for(
-    bare_page: Any, serve: Callable[..., Running], make_engine: Callable[..., KVBoost]
+    bare_page: Any, serve: Callable[..., Running], make_engine: MakeEngine
 ) -> None:
     server = serve(make_engine(), api_keys=(ApiKey("sesame", "cave"),))
     sent: list[str | None] = []
@@ -461,7 +462,7 @@ def test_missing_key_is_asked_for(
 
 
 def test_figures_may_need_another_key(
-    bare_page: Any, serve: Callable[..., Running], make_engine: Callable[..., KVBoost]
+    bare_page: Any, serve: Callable[..., Running], make_engine: MakeEngine
 ) -> None:
     keys = {"api_keys": (ApiKey("sesame"),), "admin_key": ApiKey("vizier")}
     bare_page.goto(serve(make_engine(), **keys).url)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +16,9 @@ from kvboost.models import GenerationResult
 from kvboost.requests.request import Arguments
 from kvboost.server.sampling import LogprobRecorder, RepeatPenalties, TokenScore, sampling_arguments
 from kvboost.server.worker import Worker
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(40, 3)
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ import httpx
 import pytest
 
 from kvboost import KVBoost
-from tests.server.running import HELLO, Running, events_of, wait_for
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, Serve, events_of, wait_for
 from tests.tiny_models import random_ids, tiny_model, tiny_tokenizer
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": HELLO, "temperature": 0}
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from starlette.datastructures import Headers
 
-from kvboost import KVBoost
 from kvboost.server.settings import ApiKey
 from kvboost.server.sites import host_name, is_foreign
-from tests.server.running import Running, wait_for
-
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
+from tests.fixture_types import MakeEngine
+from tests.server.running import Running, Serve, wait_for
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from xml.etree import ElementTree
 
-from kvboost import KVBoost, html_view
+from kvboost import html_view
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids
-
-MakeEngine = Callable[..., KVBoost]
 
 
 def parsed(text: str) -> ElementTree.Element:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvboost import KVBoost
 from kvboost.kernels import linears
+from tests.fixture_types import MakeEngine
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 5), (1, 64), (1, 65), (3, 40)])
@@ -120,7 +119,7 @@ class TestPacking:
         gc.collect()
         assert len(linears._PACKS) == count
 
-    def test_the_engine_counts_them(self, make_engine: Callable[..., KVBoost]) -> None:
+    def test_the_engine_counts_them(self, make_engine: MakeEngine) -> None:
         packed = make_engine("llama")
         assert packed.cache_stats()["packed_weights_bytes"] > 0
         assert make_engine("llama", bit_exact=True).cache_stats()["packed_weights_bytes"] == 0
