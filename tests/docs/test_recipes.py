@@ -77,7 +77,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     blocks = "\n".join(BLOCK.findall(page.read_text()))
     for module in OPTIONAL:
         if module in blocks and importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}: pip install kvboost[eval]")
+            pytest.skip(f"needs {module}")
     monkeypatch.chdir(tmp_path)
     scope, printed = run_page(page)
     check = CHECKS.get(str(page.relative_to(DOCS)))

@@ -79,7 +79,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name))
     outcome = serve("builtin")
     assert outcome.exit_code == 1
-    assert "needs uvicorn: pip install kvboost[server]" in outcome.stderr
+    assert "needs uvicorn: pip install uvicorn" in outcome.stderr
 
 
 def test_modes_are_the_engines() -> None:

@@ -22,7 +22,7 @@ from kvboost.errors import KVBoostError
 from kvboost.server.settings import ApiKey, ServerSettings
 from kvboost.settings import options_of
 
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_NEEDED = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
 _MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
 
 
@@ -63,9 +63,9 @@ def serve(
     kvboost serve builtin
     kvboost serve ./my-model --port 9000 --disk-cache-dir ./kv --api-key secret
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise KVBoostError(f"kvboost serve needs {', '.join(missing)}: pip install kvboost[server]")
+        raise KVBoostError(f"kvboost serve needs {', '.join(missing)}: pip install {' '.join(missing)}")
     from kvboost.server.runner import listening_socket, make_server, url_of
 
     name = served_model_name or _name_of(model)

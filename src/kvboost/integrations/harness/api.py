@@ -16,9 +16,7 @@ try:
     )
     from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 except ImportError as error:
-    raise ImportError(
-        f"kvboost.integrations.lm_eval needs lm_eval ({error}); pip install kvboost[eval]"
-    ) from error
+    raise ImportError(f"kvboost.integrations.lm_eval needs lm_eval ({error}): pip install lm_eval") from error
 
 __all__ = [
     "TemplateLM",
