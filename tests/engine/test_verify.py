@@ -193,7 +193,7 @@ def test_mask_off_by_one_in_the_arena(make_engine: MakeEngine, monkeypatch: pyte
 
     def short(self: Any, *args: Any, **kwargs: Any) -> Any:
         key, value = update(self, *args, **kwargs)
-        if args[0].shape[-2] == 1 and self._arena.scatter_positions is None:
+        if args[0].shape[-2] == 1 and self._arena.scatter_slots is None:
             return key[:, :, :-1], value[:, :, :-1]
         return key, value
 

@@ -256,7 +256,7 @@ def test_a_failing_forward_leaves_model_and_arena_usable() -> None:
     with pytest.raises(IndexError):
         sparse_forward.sparse_forward(model, np.array([10_000] * 20), arena, np.array([3, 7]))
     assert arena.length == 20
-    assert arena.scatter_positions is None
+    assert arena.scatter_slots is None
     assert arena.stop_after_layer is None
     assert text_attention(model) == "sdpa"
     assert attention._PATTERN.get() is None

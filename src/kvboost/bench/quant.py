@@ -26,7 +26,8 @@ from kvboost.errors import InvalidRequestError
 from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec
 from kvboost.kv.layout import KVLayout, head_blocks
-from kvboost.kv.quantize import KEYS, VALUES, Scheme, dequantize_into, quantize
+from kvboost.kv.quantize import KEYS, VALUES
+from kvboost.kv.quantized_tensor import Scheme, dequantize_into, quantize
 from kvboost.kv.rope import KeyRotation, learn_rotation
 from kvboost.locks import model_lock
 from kvboost.proof.documents import ALONE, Case, Group, make_cases

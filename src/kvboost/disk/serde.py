@@ -2,7 +2,7 @@
 
 A record is `header | padding | payload`. The header has a fixed part (magic, version, sizes, checksums), a
 JSON part and the token ids; the payload is the chunk's stored tensors one after the other, quantized ones as
-they are. A checksum of the header stands in it, and one over key, description, tokens and payload, so that
+they are. The header holds a checksum of itself and one over key, description, tokens and payload, so that
 nothing damaged or misplaced is ever taken for a chunk. docs/disk-format.md describes every byte. Knows
 tensors, no files.
 """
@@ -49,7 +49,7 @@ Buffer = memoryview
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """What a record says about its chunk, checked; `raw` are its bytes."""
+    """What a record says about its chunk, checked; `raw` is the header as bytes."""
 
     raw: bytes
     meta: dict[str, Any]
@@ -126,7 +126,7 @@ def padded(size: int) -> int:
 def to_record(
     chunk: CachedChunk, *, namespace: str = "", content: str = "", with_text: bool = True
 ) -> Record:
-    """The bytes of a chunk that stands under the root `namespace` and is found by content under `content`."""
+    """The bytes of a chunk below the root `namespace`, which content matching finds under `content`."""
     kv = chunk.kv if isinstance(chunk, KeptChunk) else _stored(chunk)
     if isinstance(chunk, KeptChunk) and chunk.composite is not None:
         raise CacheFileError("a chunk that borrows from others cannot be written by itself")
@@ -161,7 +161,7 @@ def to_record(
 
 
 def header_size(start: bytes) -> int:
-    """How many bytes the header has whose first ones are `start`; 0 where it is none."""
+    """Bytes of the header that begins with `start`; 0 if that is no header."""
     if len(start) < _FIXED.size:
         return 0
     magic, version, size, json_bytes, tokens, _, _ = _FIXED.unpack_from(start)

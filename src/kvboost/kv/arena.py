@@ -1,4 +1,4 @@
-"""The arena: a Hugging Face `Cache` that owns its positions and never concatenates.
+"""The arena: a Hugging Face `Cache` that owns its memory and never concatenates.
 
 The KV of all layers lies in slabs `[batch, heads, capacity, head_dim]` (layout.py), mostly in just one.
 A layer's keys are a view of some of its heads, so a stored chunk `[heads, tokens, head_dim]` is placed by
@@ -36,7 +36,7 @@ class ArenaLayer(CacheLayerMixin):
         self.bind()
 
     def bind(self) -> None:
-        """Take the views anew after the arena's slabs were replaced."""
+        """Take new views after the arena replaced its slabs."""
         key, value = self._arena.layout.layers[self._index]
         self._keys = self._arena.slabs[key.slab][:, key.start : key.end]
         self._values = self._arena.slabs[value.slab][:, value.start : value.end]
@@ -60,9 +60,9 @@ class ArenaLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `[batch, kv_heads, n, head_dim]` at the end, or scatter where the arena says so."""
-        positions = self._arena.scatter_positions
-        if positions is not None:
-            target = positions.to(self._keys.device)
+        slots = self._arena.scatter_slots
+        if slots is not None:
+            target = slots.to(self._keys.device)
             self._keys.index_copy_(2, target, key_states)
             self._values.index_copy_(2, target, value_states)
             self._arena.check_stop(self._index)
@@ -109,14 +109,14 @@ class ArenaLayer(CacheLayerMixin):
 
 
 class Arena(Cache):
-    """KV of one request, `[batch, kv_heads, capacity, head_dim]` per layer, allocated once.
+    """KV of one request or of a running batch, `[batch, kv_heads, capacity, head_dim]` per layer.
 
-    Appending grows it where it must; `scatter_at` writes at given positions instead.
+    It is allocated once. Appending grows it only when it is full; `scatter_at` writes to given slots instead.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, batch: int = 1) -> None:
         self.layout = layout
-        self.scatter_positions: torch.Tensor | None = None
+        self.scatter_slots: torch.Tensor | None = None
         self.stop_after_layer: tuple[int, Exception] | None = None
         self.written_by: Callable[[], None] | None = None  # told of every forward that appends
         self.slabs = [
@@ -143,34 +143,34 @@ class Arena(Cache):
         return sum(slab.nbytes for slab in self.slabs)
 
     def set_length(self, length: int) -> None:
-        """Declare the first `length` positions filled, and all others not."""
+        """Declare the first `length` slots filled, and all others not."""
         if not 0 <= length <= self.capacity:
             raise ValueError(f"length must be from 0 to the capacity {self.capacity}, got {length}")
         for layer in self.layers:
             layer.length = length
 
-    def place_at(self, packed: Sequence[torch.Tensor], positions: torch.Tensor) -> None:
-        """Copy buffers `[heads, n, head_dim]` to positions `[n]` of every sequence."""
+    def place_at(self, packed: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        """Copy buffers `[heads, n, head_dim]` to slots `[n]` of every sequence."""
         for slab, part in zip(self.slabs, packed, strict=True):
             target = part.to(slab.device).expand(slab.shape[0], *part.shape)
-            slab.index_copy_(2, positions.to(slab.device), target)
+            slab.index_copy_(2, slots.to(slab.device), target)
 
     def clear(self, start: int, end: int) -> None:
-        """Zero positions `[start, end)`."""
+        """Zero slots `[start, end)`."""
         for slab in self.slabs:
             slab[:, :, start:end].zero_()
 
     def move(self, start: int, to: int, count: int) -> None:
-        """Copy `count` positions from `start` on to those from `to` on; the two may not overlap."""
+        """Copy `count` slots from `start` on to those from `to` on; the two may not overlap."""
         for slab in self.slabs:
             slab[:, :, to : to + count] = slab[:, :, start : start + count]
 
-    def gathered(self, positions: torch.Tensor) -> Packed:
-        """Copies `[heads, n, head_dim]` of `positions` `[n]` of the first sequence."""
-        return tuple(slab[0].index_select(1, positions.to(slab.device)) for slab in self.slabs)
+    def gathered(self, slots: torch.Tensor) -> Packed:
+        """Copies `[heads, n, head_dim]` of `slots` `[n]` of the first sequence."""
+        return tuple(slab[0].index_select(1, slots.to(slab.device)) for slab in self.slabs)
 
     def between(self, start: int, end: int) -> Packed:
-        """Views `[heads, tokens, head_dim]` of positions `[start, end)` of the first sequence."""
+        """Views `[heads, tokens, head_dim]` of slots `[start, end)` of the first sequence."""
         return tuple(slab[0, :, start:end] for slab in self.slabs)
 
     def as_past_key_values(self) -> PastKVType:
@@ -178,21 +178,21 @@ class Arena(Cache):
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
     @contextmanager
-    def scatter_at(self, positions: torch.Tensor) -> Iterator[None]:
-        """Inside, `update` writes its n tokens at `positions` `[n]` and returns all filled ones."""
-        self.scatter_positions = positions
+    def scatter_at(self, slots: torch.Tensor) -> Iterator[None]:
+        """Inside, `update` writes its n tokens to `slots` `[n]` and returns the KV of all filled slots."""
+        self.scatter_slots = slots
         try:
             yield
         finally:
-            self.scatter_positions = None
+            self.scatter_slots = None
 
     def check_stop(self, layer: int) -> None:
-        """Leave the forward, by the exception that was asked for, once `layer` has scattered its KV."""
+        """Raise the exception of `stop_after_layer`, once that layer has scattered its KV."""
         if self.stop_after_layer is not None and layer == self.stop_after_layer[0]:
             raise self.stop_after_layer[1]
 
     def grow(self, needed: int) -> None:
-        """Move to slabs of at least `needed` positions, half as many again as before."""
+        """Move to slabs of at least `needed` slots, and at least 1.5 times as many as before."""
         capacity = max(needed, self.capacity + self.capacity // 2)
         larger = []
         for slab in self.slabs:
@@ -218,7 +218,7 @@ class Arena(Cache):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that outlives the call: never an inference tensor, which only inference mode may write to."""
+    """Zeros that outlive the call: never an inference tensor, which only inference mode may write to."""
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)
 

@@ -20,13 +20,8 @@ import torch
 from kvboost.choices import KVBits
 from kvboost.kv.arena import Arena, own_copy
 from kvboost.kv.layout import HeadBlock, KVLayout, Packed, head_blocks
-from kvboost.kv.quantize import (
-    QuantizedTensor,
-    Scheme,
-    dequantize_into,
-    quantize,
-    schemes,
-)
+from kvboost.kv.quantize import schemes
+from kvboost.kv.quantized_tensor import QuantizedTensor, Scheme, dequantize_into, quantize
 from kvboost.models import CachedChunk, CompositeChunk, PastKVType
 
 _Section = tuple[tuple[int, ...], torch.dtype]
@@ -57,7 +52,7 @@ class _Part:
         return sum(_padded_bytes(section) for section in self.sections(tokens))
 
     def views(self, buffer: torch.Tensor, at: int, tokens: int) -> QuantizedTensor:
-        """Its tensors inside of `buffer`, uint8 `[bytes]`, from byte `at` on."""
+        """Its tensors as views of `buffer`, uint8 `[bytes]`, from byte `at` on."""
         views = []
         for shape, dtype in self.sections(tokens):
             size = math.prod(shape) * dtype.itemsize
@@ -95,7 +90,7 @@ class KVCodec:
         return self._parts is not None
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes that `tokens` tokens take, all included."""
+        """All bytes that are kept of `tokens` tokens."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(tokens))
 
     def specs(self, tokens: int) -> tuple[_Section, ...]:
@@ -107,7 +102,7 @@ class KVCodec:
         return tuple(((sum(part.nbytes(tokens) for part in parts),), torch.uint8) for parts in self._parts)
 
     def encode(self, raw: Packed) -> StoredKV:
-        """Copies of buffers or views `[heads, tokens, head_dim]`, in the form in which they are kept.
+        """Copy buffers or views `[heads, tokens, head_dim]` into the form in which they are kept.
 
         Raises `UnstorableKVError` where the encoding cannot hold them.
         """
@@ -126,7 +121,7 @@ class KVCodec:
         return StoredKV(self, tuple(buffers), tokens)
 
     def settled(self, tensors: Packed) -> Packed:
-        """Kept tensors that come from a file, where this codec keeps them: pinned next to a GPU, or on it."""
+        """Tensors from a file, moved to where this codec keeps them: on a device, or pinned next to a GPU."""
         homes = [spec.device if self.device is None else self.device for spec in self.layout.slabs]
         near_gpu = [spec.device.type == "cuda" for spec in self.layout.slabs]
         return tuple(
@@ -137,7 +132,7 @@ class KVCodec:
     def decode_into(
         self, kept: Packed, tokens: int, slabs: Sequence[torch.Tensor], start: int, offset: int, end: int
     ) -> None:
-        """Write the tokens `[offset, end)` of what was kept to positions from `start` on.
+        """Write the tokens `[offset, end)` of what was kept to slots from `start` on.
 
         `slabs` are `[heads, slots, head_dim]`.
         """
@@ -182,11 +177,11 @@ class StoredKV:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def without_tensors(self) -> StoredKV:
-        """What is left when the tensors go."""
+        """The same chunk once its tensors are dropped."""
         return StoredKV(self.codec, (), self.tokens)
 
     def place(self, arena: Arena, start: int, offset: int, end: int) -> None:
-        """Write its tokens `[offset, end)` to positions from `start` on, in every sequence."""
+        """Write its tokens `[offset, end)` to slots from `start` on, in every sequence."""
         self.codec.decode_into(
             self.tensors, self.tokens, [slab[0] for slab in arena.slabs], start, offset, end
         )
@@ -228,7 +223,7 @@ class KeptChunk(CachedChunk):
 
     @past_key_values.setter
     def past_key_values(self, _given: PastKVType) -> None:
-        """`kv` alone says what it holds."""
+        """Ignored: what the chunk holds is `kv`."""
 
     def with_kv(self, kv: StoredKV) -> KeptChunk:
         """The same chunk with other KV."""

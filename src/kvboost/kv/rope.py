@@ -91,7 +91,7 @@ def reset_dynamic_frequencies(model: Any) -> None:
     """Put dynamic rope back to its original frequencies, as in a freshly loaded model.
 
     transformers keeps the frequencies of the longest sequence seen, so that the same prompt gives
-    other tokens the second time. Starting from the original ones makes a prompt's answer its own.
+    other tokens the second time. Starting from the original ones, the answer depends on the prompt alone.
     """
     for module in _dynamic_modules(model):
         names = [*vars(module), *module._buffers]  # a plain attribute or a buffer, by version
@@ -115,12 +115,14 @@ def approximate_limit_tokens(model: Any) -> int | None:
     learned = windows_of(model)
     if learned.layers:
         return learned.smallest
-    named = getattr(text_config(model), "sliding_window", None)  # the masks are not seen; this is careful
+    named = getattr(
+        text_config(model), "sliding_window", None
+    )  # the masks were not seen, so this errs on the safe side
     return named if isinstance(named, int) and named < learned.range_tokens else None
 
 
 def scattered_refusal(model: Any) -> str:
-    """Why a forward over scattered positions, with masks of ours, is not the model's own; "" = it is."""
+    """Why a forward over scattered positions, with our masks, is not the model's own; "" = it is."""
     learned = windows_of(model)
     was_tested = architecture_of(model) in SUPPORTED_ARCHITECTURES  # honours the masks that it is given
     return "" if learned.is_own_attention and was_tested else learned.refusal
@@ -130,7 +132,7 @@ def scattered_refusal(model: Any) -> str:
 class Turn:
     """How the keys of a layer turn per position: pair number i by `inv_freq[i]` radians.
 
-    The pairs lie in the first `2 * len(inv_freq)` channels, and the others stay: neighbours
+    The pairs lie in the first `2 * len(inv_freq)` channels, and the others stay: adjacent ones
     (0, 1), (2, 3), ... when `interleaved`, else (0, r), (1, r + 1), ... with r pairs.
     """
 

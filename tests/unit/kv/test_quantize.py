@@ -12,17 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.errors import InvalidRequestError, UnstorableKVError
-from kvboost.kv.quantize import (
-    KEYS,
-    VALUES,
-    QuantizedTensor,
-    Scheme,
-    dequantize,
-    dequantize_into,
-    dequantize_kv,
-    quantize,
-    quantize_kv,
-)
+from kvboost.kv.quantize import KEYS, VALUES, dequantize_kv, quantize_kv
+from kvboost.kv.quantized_tensor import QuantizedTensor, Scheme, dequantize, dequantize_into, quantize
 from kvboost.models import PastKVType
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
