@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError, PartialResultsError
+from tests.fixture_types import MakeEngine
 from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
 
-MakeEngine = Callable[..., KVBoost]
 BASELINE = GenerationMode.BASELINE
 
 

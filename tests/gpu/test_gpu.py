@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import KVBoost
 from tests.checked_requests import read_request
 from tests.engine.test_scheduler import run
 from tests.equivalence.capture import generate_with_logits
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-MakeEngine = Callable[..., KVBoost]
 
 
 @pytest.mark.parametrize("cache_device", ["cpu", "model"])

@@ -6,7 +6,7 @@ What `generate_batch`, `generate_many` and `stream_many` answer is what `generat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
 SHARED = random_ids(40, 1)
 PROMPTS = [[*SHARED, *random_ids(3 + number, 10 + number)] for number in range(4)]
 

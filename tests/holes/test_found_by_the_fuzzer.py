@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import KVBoost
 from kvboost.identity.weights import probed_places
 from tests.checked_requests import read_request
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import Listener
 from tests.tiny_models import random_ids, tiny_model
-
-MakeEngine = Callable[..., KVBoost]
 
 
 def test_a_batch_takes_no_other_prompts_kv_from_the_kept_arena(make_engine: MakeEngine) -> None:

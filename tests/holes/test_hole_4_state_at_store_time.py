@@ -11,10 +11,10 @@ import torch
 from kvboost import KVBoost
 from kvboost.models import GenerationResult
 from tests.checked_requests import read_request
+from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(50, seed=4)
 CHANGED = "the model changed meanwhile"
 

@@ -8,23 +8,21 @@ not taken.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import KVBoost
 from kvboost.compat import TRANSFORMERS_VERSION
 from kvboost.errors import UnsupportedModelError
 from kvboost.kernels.windows import windows_of
 from kvboost.kv.layout import probe_layout
 from kvboost.kv.rope import WINDOW_REASON, approximate_limit_tokens, learn_rotation
 from kvboost.proof.selftest import check_exactness
+from tests.fixture_types import MakeEngine
 from tests.sweep.tiny_configs import WINDOW, build
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 LENGTHS = (33, 36, 39, 41, 45, 70, 100, 190)
 IS_4 = TRANSFORMERS_VERSION.major < 5
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not among the tested architectures")

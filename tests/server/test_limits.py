@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +15,13 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from kvboost import KVBoost
 from kvboost.errors import KVBoostError
 from kvboost.server.schemas import ChatRequest
+from tests.fixture_types import MakeEngine
 from tests.forwards import on_forward
-from tests.server.running import HELLO, Running, events_of, wait_for
+from tests.server.running import HELLO, Running, Serve, events_of, wait_for
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 LONG: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 900}
 
 

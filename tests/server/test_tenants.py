@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,11 +24,10 @@ from kvboost.server.bodies import parse
 from kvboost.server.errors import ApiError
 from kvboost.server.schemas import ChatRequest
 from kvboost.server.settings import ApiKey, ServerSettings
-from tests.server.running import HELLO, MODEL, Running, wait_for
+from tests.fixture_types import MakeEngine
+from tests.server.running import HELLO, MODEL, Running, Serve, wait_for
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 KEYS = (ApiKey("eve"), ApiKey("ann"))
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 900}
 SHORT: dict[str, Any] = {"model": MODEL, "prompt": "who are you?", "max_tokens": 2}

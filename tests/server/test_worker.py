@@ -17,9 +17,8 @@ from kvboost.server.fair_queue import FairQueue
 from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError, Ticket
 from kvboost.server.worker import Worker
 from tests.checked_requests import read_request
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids
-
-MakeEngine = Callable[..., KVBoost]
 
 
 def with_worker(
