@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
-from kvboost.cli.options import spelling
-from kvboost.server.settings import ServerSettings
+import click
+
+from kvboost.cli.main import main
+from kvboost.cli.options import ENGINE_OPTIONS, LOADING_OPTIONS
 from kvboost.settings import EngineArguments, Option, options_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,19 +41,25 @@ def engine_table() -> str:
 
 
 def server_table() -> str:
-    """Every flag of the server's own settings."""
-    return "\n".join(["| flag | default | what it does |", "| --- | --- | --- |", *_flag_rows()])
+    """Every flag of `kvboost serve` that is not the engine's."""
+    shared = {each.name for each in (*ENGINE_OPTIONS, *LOADING_OPTIONS)} | {"model"}
+    rows = []
+    for flag in main.commands["serve"].params:
+        if flag.name in shared or not isinstance(flag, click.Option):
+            continue
+        spelled = "/".join([*flag.opts, *flag.secondary_opts])
+        rows.append(f"| `{spelled}` | {_flag_default(flag)} | {flag.help} |")
+    return "\n".join(["| flag | default | what it does |", "| --- | --- | --- |", *rows])
 
 
-def _flag_rows() -> Iterable[str]:
-    for each in options_of(ServerSettings):
-        value = getattr(each.default, "value", each.default)
-        default = each.default_text or (
-            "" if value in (None, (), False) else f"{value:g}" if isinstance(value, float) else str(value)
-        )
-        if each.kind == "switch":
-            default = "on" if each.default else "off"
-        yield f"| `{spelling(each)}` | {default} | {each.help} |"
+def _flag_default(flag: click.Option) -> str:
+    if isinstance(flag.show_default, str):
+        return flag.show_default
+    if flag.is_flag:
+        return "on" if flag.default else "off"
+    if flag.default is None or flag.multiple:
+        return "none"
+    return f"`{flag.default:g}`" if isinstance(flag.default, float) else f"`{flag.default}`"
 
 
 def with_tables(page: str, table: str) -> str:
@@ -61,7 +68,7 @@ def with_tables(page: str, table: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END, 1)[1]}"
 
 
-PAGES = {"options.md": engine_table}
+PAGES = {"options.md": engine_table, "server.md": server_table}
 
 
 if __name__ == "__main__":

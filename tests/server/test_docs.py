@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
-from kvboost.cli.main import main
-from kvboost.cli.options import ENGINE_OPTIONS, LOADING_OPTIONS
 from kvboost.server.app import create_app
 from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest
 from kvboost.server.settings import ServerSettings
+from tests.docs import option_tables
 from tests.server.running import Running, running
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
@@ -81,17 +80,7 @@ def test_curl(server: Running) -> None:
 
 
 def test_every_flag_is_explained() -> None:
-    shared = {flag.name for flag in ENGINE_OPTIONS + LOADING_OPTIONS} | {"model"}
-    own = {option for option in main.commands["serve"].params if option.name not in shared}
-    documented = {row[0].strip("`"): row[1].strip("`") for row in table("Flags")}
-    assert documented.keys() == {option.opts[0] for option in own}
-    for option in own:
-        default = documented[option.opts[0]]
-        if isinstance(option.default, (int, float, str)) and not isinstance(option.default, bool):
-            shown = option.show_default if isinstance(option.show_default, str) else f"{option.default}"
-            assert default == shown.removesuffix(".0"), option.name
-        elif isinstance(option.default, bool):
-            assert default == ("on" if option.default else "off"), option.name
+    assert option_tables.with_tables(PAGE, option_tables.server_table()) == PAGE
 
 
 def test_every_field_is_explained() -> None:

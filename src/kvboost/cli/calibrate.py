@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvboost.cli.cache_folder import unlimited
-from kvboost.cli.options import GroupedCommand, engine_options
+from kvboost.cli.options import GroupedCommand, engine_options_with
 from kvboost.cli.session import opened_engine
 from kvboost.settings import DEFAULT_MAX_KL
 
@@ -35,7 +35,7 @@ DEFAULT_PROMPTS = 12
     help="Prompts to measure; more are steadier and take longer.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-@engine_options
+@engine_options_with(max_chunks="no limit")
 def calibrate(model: str, prompts: int, as_json: bool, engine_options: dict[str, Any]) -> None:
     """Measure how exact MODEL's approximate reuse is, and keep the result.
 

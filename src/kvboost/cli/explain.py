@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvboost.cli.cache_folder import FOLDER, load_cache, unlimited
 from kvboost.cli.generate import as_prompt, read_prompt, read_text
-from kvboost.cli.options import GroupedCommand, engine_options
+from kvboost.cli.options import GroupedCommand, engine_options_with
 from kvboost.cli.session import opened_engine
 from kvboost.cli.warm import TEXT_FILE, raise_errors, warm_texts
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option("--full", is_flag=True, help="Leave nothing out of long prompts.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False, path_type=Path), help="Also draw it.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-@engine_options
+@engine_options_with(max_chunks="128; with --cache no limit")
 def explain(
     model: str,
     prompt: str | None,

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 from kvboost.cli.cache_folder import FOLDER, holds_cache, load_cache, unlimited
-from kvboost.cli.options import GroupedCommand, engine_options
+from kvboost.cli.options import GroupedCommand, engine_options_with
 from kvboost.cli.session import opened_engine
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ WITHOUT_CACHE = "baseline"
     "chunks unless you set one; mode baseline neither reads nor writes it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-@engine_options
+@engine_options_with(max_chunks="128; with --cache no limit")
 def generate(
     model: str,
     prompt: str | None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,7 +135,7 @@ class GroupedCommand(click.Command):
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         shown: dict[str, list[tuple[str, str]]] = {"": [], **{group: [] for group in GROUPS}}
         for each in self.get_params(context):
-            record = each.get_help_record(context)
+            record = each.get_help_record(context) if isinstance(each, click.Option) else None
             if record is not None:
                 shown[getattr(each, "group", "")].append(record)
         for group, records in shown.items():
@@ -195,6 +196,12 @@ def flags_of(options: Iterable[Option], name: str) -> Callable[[Command], Comman
 
 def engine_options(command: Command) -> Command:
     """Add every flag of engine and loading; the command gets those that were given as `engine_options`."""
+    return engine_options_with()(command)
+
+
+def engine_options_with(**default_texts: str) -> Callable[[Command], Command]:
+    """The same for a command whose defaults differ from the engine's: option = what `--help` says instead."""
     order = {group: number for number, group in enumerate(GROUPS)}
     options = sorted((*LOADING_OPTIONS, *ENGINE_OPTIONS), key=lambda each: order[each.group])
-    return flags_of(options, "engine_options")(command)
+    told = [replace(each, default_text=default_texts.get(each.name, each.default_text)) for each in options]
+    return flags_of(told, "engine_options")

@@ -16,7 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvboost.cli.options import GroupedCommand, engine_options, flags_of
+from kvboost.cli.options import GroupedCommand, engine_options_with, flags_of
 from kvboost.cli.session import opened_engine
 from kvboost.errors import KVBoostError
 from kvboost.server.settings import ApiKey, ServerSettings
@@ -30,9 +30,18 @@ _MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 = a free one."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
 )
-@click.option("--served-model-name", metavar="NAME", help="The name that requests give.  [default: MODEL]")
+@click.option(
+    "--served-model-name",
+    metavar="NAME",
+    show_default="MODEL, of a folder its name",
+    help="The name that requests give.",
+)
 @click.option(
     "--api-key",
     "api_keys",
@@ -41,9 +50,11 @@ _MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
     help="A key that requests must send, and the salt of its cached text; or a file with one in each line. "
     "Several times for several keys.",
 )
-@click.option("--admin-key", metavar="KEY|@FILE", help="The key for stats, metrics, clear and pin.")
+@click.option(
+    "--admin-key", metavar="KEY|@FILE", default=None, help="The key for stats, metrics, clear and pin."
+)
 @flags_of(options_of(ServerSettings), "server_options")
-@engine_options
+@engine_options_with(max_chunks="no limit", max_cache_bytes="a quarter of the free memory")
 def serve(
     model: str,
     host: str,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvboost.cli.bench_view import bar, simple_table
-from kvboost.cli.options import GroupedCommand, engine_options
+from kvboost.cli.options import GroupedCommand, engine_options_with
 from kvboost.cli.session import opened_engine
 from kvboost.errors import InvalidRequestError
 
@@ -43,7 +43,7 @@ _WORDS = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[dim
     help="Which reuse the answers are compared with.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-@engine_options
+@engine_options_with(max_chunks="no limit")
 def verify(
     model: str,
     prompts: Path | None,

@@ -16,7 +16,7 @@ from rich.progress import track
 
 from kvboost.cli.cache_folder import FOLDER, holds_cache, load_cache, unlimited, warn
 from kvboost.cli.generate import as_prompt, read_text
-from kvboost.cli.options import GroupedCommand, engine_options
+from kvboost.cli.options import GroupedCommand, engine_options_with
 from kvboost.cli.session import opened_engine
 from kvboost.errors import KVBoostError
 
@@ -35,7 +35,7 @@ TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option("--chat", is_flag=True, help="Treat each text as a user's message (chat template).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-@engine_options
+@engine_options_with(max_chunks="no limit")
 def warm(
     model: str,
     files: tuple[Path, ...],

@@ -4,7 +4,7 @@
 
 lm_eval has no plug-in discovery: importing this module registers the model name `kvboost` with it, and
 `evaluate` is the short way to run tasks. Scores are those of lm_eval's own `hf` model. The parts are in
-`harness`; they know lm_eval and the engine's public calls, no cache. Needs the extra `eval`, which is lm_eval.
+`harness`; they know lm_eval and the engine's public calls, no cache. Needs lm_eval.
 """
 
 from __future__ import annotations

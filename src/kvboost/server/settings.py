@@ -49,7 +49,14 @@ class ServerSettings:
     model_name: str = "kvboost"
     aliases: tuple[str, ...] = ()
     mode: GenerationMode | str = field(
-        default=MODES[0], metadata=about("serving", "What is reused.", "choice", choices=MODES)
+        default=MODES[0],
+        metadata=about(
+            "serving",
+            "What is reused: exact prefixes, moved text too (approximately), or nothing. Only the first "
+            "is batched.",
+            "choice",
+            choices=MODES,
+        ),
     )
     api_keys: tuple[ApiKey, ...] = ()
     admin_key: ApiKey | None = None
@@ -66,7 +73,7 @@ class ServerSettings:
         default=None,
         metadata=about(
             "serving",
-            "Tokens whose KV the running batch can hold.",
+            "Tokens whose KV the running batch can hold; a request that needs more gets a 400.",
             "count",
             least=1,
             default_text="32768, or as memory allows",
@@ -80,7 +87,7 @@ class ServerSettings:
         default=None,
         metadata=about(
             "serving",
-            "Requests of one key that may wait; without keys, of one address.",
+            "Requests of one key that may wait; without keys, of one address. A single key may have all.",
             "count",
             least=1,
             flag="--max-waiting-per-key",
@@ -89,7 +96,9 @@ class ServerSettings:
     )
     timeout_s: float = field(
         default=600.0,
-        metadata=about("serving", "Time that a request may take.", "seconds", flag="--timeout"),
+        metadata=about(
+            "serving", "Time that a request may take, waiting included.", "seconds", flag="--timeout"
+        ),
     )
     read_timeout_s: float = field(
         default=30.0,
@@ -121,12 +130,18 @@ class ServerSettings:
     )
     max_request_bytes: int = field(
         default=4_000_000,
-        metadata=about("serving", "Longest body of a request.", "size", least=1, default_text="4MB"),
+        metadata=about(
+            "serving", "Longest body of a request, such as 512KiB.", "size", least=1, default_text="4MB"
+        ),
     )
     max_messages: int = field(
         default=4_096,
         metadata=about(
-            "serving", "Messages of one chat, with their parts.", "count", least=1, most=MAX_MESSAGES
+            "serving",
+            "Messages of one chat, with the parts of all of them; at most 16384.",
+            "count",
+            least=1,
+            most=MAX_MESSAGES,
         ),
     )
     max_prompt_characters: int | None = field(
@@ -161,7 +176,12 @@ class ServerSettings:
         ),
     )
     log_prompts: bool = field(
-        default=False, metadata=about("serving", "Write prompts and answers to the log.", "switch")
+        default=False,
+        metadata=about(
+            "serving",
+            "Write prompts and answers to the log, and show texts of chunks in the stats.",
+            "switch",
+        ),
     )
     default_max_tokens: int = field(
         default=512,
