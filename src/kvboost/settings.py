@@ -242,7 +242,8 @@ class EngineSettings:
 
     def _check_repair(self) -> None:
         if self.selector not in SELECTORS:
-            raise InvalidRequestError(f'selector must be "guided" or "deviation", got {self.selector!r}')
+            words = " or ".join(f'"{each}"' for each in SELECTORS)
+            raise InvalidRequestError(f"selector must be {words}, got {self.selector!r}")
         ratio, bound = self.recompute_ratio, self.max_kl
         if ratio != "auto" and (isinstance(ratio, (str, bool)) or not 0 <= ratio <= 1):
             raise InvalidRequestError(f'recompute_ratio must be from 0 to 1 or "auto", got {ratio!r}')

@@ -21,11 +21,11 @@ from kvboost.choices import BITS, KVBits
 from kvboost.errors import InvalidRequestError
 from kvboost.proof.calibration import Calibration
 from kvboost.proof.documents import Case, groups_of, make_cases
-from kvboost.proof.quality import METHODS, Measured, ReuseTrial
+from kvboost.proof.quality import METHODS, Measured, ReuseTrial, takes_ratio
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 OpenEngine = Callable[..., Any]  # an engine with these options on the model that is measured
-WITH_RATIO = ("deviation", "guided", "random")
+WITH_RATIO = tuple(filter(takes_ratio, METHODS))
 FACT_METHODS = ("guided", "deviation")
 OVERALL = "overall"
 TARGET_RATIO = 0.10

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
-from kvboost.choices import GenerationMode, Origin
+from kvboost.choices import SELECTORS, GenerationMode, Origin
 from kvboost.models import GenerationResult
 from kvboost.proof.documents import Document, DocumentPrompt, PromptWriter, Shelf, message
 
@@ -37,7 +37,7 @@ class RagSettings:
     documents: int = 8
     prompt_tokens: int = 4_000
     ratios: tuple[float, ...] = (0.10, 0.15)
-    selectors: tuple[str, ...] = ("guided", "deviation")
+    selectors: tuple[str, ...] = SELECTORS
     rounds: int = 5
     pairs: int = 15
     cold_tokens: int = 1_000

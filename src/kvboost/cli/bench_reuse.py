@@ -14,13 +14,14 @@ import click
 from rich import box
 from rich.table import Table
 
+from kvboost.choices import SELECTORS
 from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title, verdict
 from kvboost.cli.counts import read_counts
 from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.options import bits as read_bits
+from kvboost.reuse.strategies import STRATEGIES
 
-METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
-SELECTORS = ("guided", "deviation")
+METHODS = tuple(STRATEGIES)
 COMPARED = (
     "recompute_strategy",
     "recompute_ratio",

@@ -192,7 +192,7 @@ class AloneRunner:
             report = parts.writer.keep(ids, arena, request.namespace)
         else:
             changed = recomputed
-            if plan.needs_repair and parts.approximation.touches_all(plan):
+            if plan.needs_repair and parts.approximation.strategy(plan).rewrites_all:
                 changed = repair.positions_of(plan.repair_runs, exact=False)
             report = parts.writer.keep_approximate(ids, arena, request.namespace, plan, changed)
         if not report.is_refused:

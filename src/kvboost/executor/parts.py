@@ -182,8 +182,9 @@ class EngineParts:
         if self.settings.recompute_ratio != "auto" or found is None:
             return
         bound = self.settings.max_kl or DEFAULT_MAX_KL
-        self.approximation.ratio = found.ratio_for(bound)
-        self.approximation.no_ratio_reason = f"exact reuse only: no ratio held max_kl={bound:g}"
+        self.approximation.use_ratio(
+            found.ratio_for(bound), f"exact reuse only: no ratio held max_kl={bound:g}"
+        )
 
     def forget_all(self) -> None:
         """Weights had changed unseen while KV was stored: what is kept, on disk too, cannot be trusted."""

@@ -7,7 +7,6 @@ then it fills a cache from the engine's store in one of several ways and compare
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,17 +19,14 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv import rope
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout
-from kvboost.models import ReusedRun
-from kvboost.reuse import repair
+from kvboost.reuse import repair, strategies
 from kvboost.reuse.assembler import PromptAssembler
 from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.repair import RepairStrategy, positions_of
-from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
-from kvboost.reuse.strategies.selective import SelectiveRecompute
 from kvboost.run import decode
+from kvboost.settings import EngineSettings
 
-METHODS = ("nothing", "selective", "selective_before", "deviation", "guided", "random", "all")
-_RANDOM_SEED = 20_240_501
+METHODS = tuple(strategies.STRATEGIES)
 
 
 class ReusesText(Protocol):
@@ -65,38 +61,16 @@ class Measured:
     seconds: float  # look-up, placing, choosing and computing, to all but the last token
 
 
-@dataclass(frozen=True)
-class RandomRecompute:
-    """Computes a random share of the reused tokens again: what any rule has to beat."""
-
-    ratio: float
-
-    def choose(
-        self,
-        model: Any,  # noqa: ARG002
-        token_ids: np.ndarray,
-        arena: Arena,  # noqa: ARG002
-        runs: Sequence[ReusedRun],
-    ) -> np.ndarray:
-        """Sorted random positions `[n]`, the same for the same prompt."""
-        reused = positions_of(runs, exact=False)
-        random = np.random.default_rng([_RANDOM_SEED, len(token_ids), int(token_ids.sum())])
-        chosen = random.choice(reused, size=round(self.ratio * len(reused)), replace=False)
-        return np.sort(chosen)
-
-
-def strategy_of(method: str, ratio: float) -> RepairStrategy | None:
-    """The repair strategy that `method` names."""
+def strategy_of(method: str, ratio: float) -> RepairStrategy:
+    """The repair strategy that `method` names, with the defaults of the engine's options."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-    strategies: dict[str, RepairStrategy | None] = {
-        "nothing": None,
-        "selective": SelectiveRecompute(),
-        "selective_before": SelectiveRecompute(side="before"),
-        "random": RandomRecompute(ratio),
-        "all": CacheBlendRecompute(1.0),
-    }
-    return strategies[method] if method in strategies else CacheBlendRecompute(ratio, 0.0, selector=method)
+    return strategies.STRATEGIES[method](EngineSettings(), ratio)
+
+
+def takes_ratio(method: str) -> bool:
+    """Whether the recompute ratio makes a difference to the strategy that `method` names."""
+    return strategy_of(method, 0.1) != strategy_of(method, 0.2)
 
 
 class ReuseTrial:
@@ -129,7 +103,7 @@ class ReuseTrial:
         """
         return self.measure_strategy(strategy_of(method, ratio), engine)
 
-    def measure_strategy(self, strategy: RepairStrategy | None, engine: ReusesText | None = None) -> Measured:
+    def measure_strategy(self, strategy: RepairStrategy, engine: ReusesText | None = None) -> Measured:
         """Like `measure`, with a strategy of one's own."""
         engine = engine or self._engine
         started = time.perf_counter()
@@ -158,9 +132,7 @@ class ReuseTrial:
                 answer.append(int(model(fed, past_key_values=arena, use_cache=True).logits[0, -1].argmax()))
         return answer[1:]
 
-    def _filled(
-        self, strategy: RepairStrategy | None, engine: ReusesText
-    ) -> tuple[Arena, ReusePlan, np.ndarray]:
+    def _filled(self, strategy: RepairStrategy, engine: ReusesText) -> tuple[Arena, ReusePlan, np.ndarray]:
         """An arena with all but the prompt's last token, and what was reused and computed again for it."""
         total = len(self._ids)
         arena = Arena(engine.layout, total + len(self.answer_ids))

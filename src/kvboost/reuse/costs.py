@@ -1,8 +1,8 @@
-"""What a request would cost with approximate reuse and without, before it is run.
+"""What a request would cost with approximate reuse and without it, estimated before it runs.
 
-Counts work in forwards of one token without context: linear layers cost one each, attention a little
-per pair of query and key, and every forward something of its own. Rough on purpose: it only has to
-tell reuse that pays from reuse that does not. Knows shapes, no cache.
+The unit is the forward of one token without context. Each token costs one for the linear layers and a
+little per key that it attends to, and each forward has a fixed overhead. This is rough on purpose: it only
+has to tell whether reuse pays. Knows the model's shapes, no cache and no strategy.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from kvboost.compat import text_config
 from kvboost.kv.rope import max_positions
 from kvboost.models import ReusedRun
 from kvboost.reuse.repair import live_positions, positions_of
-from kvboost.reuse.strategies.cacheblend import TAIL_TOKENS
 
-# Measured: a scattered forward against a contiguous one, the watched tail against one that is not, a
-# forward without tokens, and finding, copying and turning the KV of one token (docs/log.md).
-_SCATTERED = {"cpu": 1.2, "cuda": 3.0}
-_WATCHED = 1.5
-_FORWARD_TOKENS = 16.0  # on a CPU; on a GPU, where it depends on the model, it is measured
-_MOVED_TOKEN = 0.02
+# All four were measured, see docs/log.md.
+_SCATTERED = {"cpu": 1.2, "cuda": 3.0}  # a forward over scattered positions, against a contiguous one
+_OBSERVED = 1.5  # a forward whose attention is observed, against one whose is not
+_FORWARD_TOKENS = 16.0  # a forward's overhead on a CPU; on a GPU it depends on the model and is measured
+_MOVED_TOKEN = 0.02  # finding, copying and re-rotating the KV of one token
 _PROBE_TOKENS = (16, 4096)
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Estimated work, in forwards of one token, of filling the cache with and without approximate reuse."""
+    """Estimated work of filling the cache with and without approximate reuse, in forwards of one token."""
 
     prefill: float
     reuse: float
@@ -50,60 +48,69 @@ class CostEstimate:
 
 
 def _head_dim(config: Any) -> int | None:
-    """As the config says; None where it does not, or says another one for every layer."""
+    """The config's `head_dim`; None if it has none, or one per layer."""
     try:
         return getattr(config, "head_dim", None)
-    except RuntimeError:  # transformers' word for an attribute that differs from layer to layer
+    except RuntimeError:  # transformers raises it for a value that differs between layers
         return None
 
 
 class ForwardCosts:
-    """The cost of forwards of one model."""
+    """What forwards of one model cost; its prompts are cut into chunks of `chunk_size` tokens."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, chunk_size: int = 128) -> None:
         config = text_config(model)
         vocabulary = config.vocab_size
         inner = sum(p.numel() for p in model.parameters() if p.shape[:1] != (vocabulary,))
         heads = config.num_attention_heads
         head_dim = _head_dim(config) or config.hidden_size // heads
-        layers = config.num_hidden_layers
+        layers: int = config.num_hidden_layers
         self._pair = 4 * heads * head_dim * layers / max(2 * inner, 1)
-        self._layers = layers
+        self._chunk_size = chunk_size
+        self.layers = layers
         self._fixed = forward_overhead_tokens(model)
         device = model.get_input_embeddings().weight.device.type
         self._scattered = _SCATTERED.get(device, _SCATTERED["cuda"])
 
     def forward(self, positions: np.ndarray) -> float:
-        """One forward over tokens at `positions` `[n]`, each looking at all before it."""
+        """One forward over tokens at `positions` `[n]`, each of which attends to all before it."""
         if len(positions) == 0:
             return 0.0
         return float(self._fixed + len(positions) + self._pair * positions.sum())
 
-    def estimate(
-        self, runs: Sequence[ReusedRun], total: int, ratio: float, selector: str | None
-    ) -> CostEstimate:
-        """Prefill behind the exact runs of `total` tokens, against repairing the others.
+    def observed_forward(self, positions: np.ndarray) -> float:
+        """One forward over `positions` `[n]` whose attention is observed."""
+        return _OBSERVED * self.forward(positions)
 
-        `ratio` of the approximate tokens is computed again, found by `selector` (None = given).
+    def seam_share(self, tokens: int) -> float:
+        """The share that `tokens` at each seam are, with a seam at every chunk."""
+        return min(1.0, tokens / self._chunk_size)
+
+    def estimate(
+        self, runs: Sequence[ReusedRun], total: int, share: float, *, choosing: float = 0.0
+    ) -> CostEstimate:
+        """Prefill of what follows the exact runs of `total` tokens, against repairing the other runs.
+
+        `share` of the approximate tokens is computed again; `choosing` is what it costs to find them.
         """
-        exact_end = max((run.end for run in runs if run.exact), default=0)
-        prefill = self.forward(np.arange(exact_end, total))
+        prefill = self.forward(np.arange(exact_end(runs), total))
         reused = positions_of(runs, exact=False)
-        live = live_positions(runs, total)
-        share = np.concatenate([live, reused[:: max(1, round(1 / ratio))] if ratio else reused[:0]])
-        cost = self._scattered * self.forward(share) + _MOVED_TOKEN * len(reused)
-        if selector == "guided" and ratio:
-            cost += _WATCHED * self.forward(np.arange(max(0, total - TAIL_TOKENS), total))
-        elif selector == "deviation" and ratio:
-            cost += 2 * self.forward(np.arange(exact_end, total)) / self._layers
-        return CostEstimate(prefill, cost)
+        again = reused[:: max(1, round(1 / share))] if share else reused[:0]
+        computed = np.concatenate([live_positions(runs, total), again])
+        cost = self._scattered * self.forward(computed) + _MOVED_TOKEN * len(reused)
+        return CostEstimate(prefill, cost + choosing)
+
+
+def exact_end(runs: Sequence[ReusedRun]) -> int:
+    """Where the exact runs end."""
+    return max((run.end for run in runs if run.exact), default=0)
 
 
 def forward_overhead_tokens(model: Any) -> float:
-    """What a forward costs beside its tokens, in tokens: launching kernels, reading weights.
+    """The overhead of a forward, in tokens: launching kernels and reading weights.
 
-    Measured on a GPU, where a small model spends nearly all its time that way and recomputing less saves
-    nothing. The caller holds the model.
+    Measured on a GPU, where overhead is nearly all that a forward of a small model costs, so that
+    recomputing fewer tokens saves nothing. The caller holds the model's lock.
     """
     device = model.get_input_embeddings().weight.device
     if device.type != "cuda":
@@ -115,7 +122,7 @@ def forward_overhead_tokens(model: Any) -> float:
 
 
 def _forward_seconds(model: Any, tokens: int, device: torch.device) -> float:
-    """The shortest of three forwards over `tokens` tokens, after one that is not counted."""
+    """The shortest of three forwards over `tokens` tokens, after one warm-up."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     seconds = []
     with torch.no_grad():

@@ -1,20 +1,18 @@
 """When approximate reuse is allowed, how it is repaired, and what it is estimated to cost.
 
-Gathers what the engine's options and the model itself say about it. Knows no store and no request.
+Combines the engine's options with what the model allows. Knows no store and no request, and no strategy by
+name.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from kvboost.choices import RecomputeStrategy
 from kvboost.kv import rope
+from kvboost.reuse import strategies
 from kvboost.reuse.costs import CostEstimate, ForwardCosts
 from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.repair import RepairStrategy, positions_of
-from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
-from kvboost.reuse.strategies.selective import SelectiveRecompute
 from kvboost.settings import EngineSettings
 
 BIT_EXACT_REASON = "exact reuse only: bit_exact"
@@ -22,22 +20,27 @@ NOT_CALIBRATED_REASON = "exact reuse only: not calibrated, run kvboost calibrate
 
 
 class Approximation:
-    """The policy of one engine. `ratio` is the share computed again; None = none is good enough."""
+    """The policy of one engine."""
 
     def __init__(self, model: Any, settings: EngineSettings, rotation: rope.KeyRotation | str) -> None:
         self._settings = settings
         self.rotation = rotation if isinstance(rotation, rope.KeyRotation) else None
         self.unmovable = rotation if isinstance(rotation, str) else ""
         self._limit = rope.approximate_limit_tokens(model)
-        self._costs = ForwardCosts(model)
+        self._costs = ForwardCosts(model, settings.chunk_size)
         ratio = settings.recompute_ratio
-        self.ratio: float | None = None if isinstance(ratio, str) else float(ratio)
-        self.no_ratio_reason = NOT_CALIBRATED_REASON
+        self.use_ratio(None if isinstance(ratio, str) else float(ratio), NOT_CALIBRATED_REASON)
+
+    def use_ratio(self, ratio: float | None, no_ratio_reason: str) -> None:
+        """Recompute this share from now on; None = no ratio is good enough, for `no_ratio_reason`."""
+        self._ratio, self._no_ratio_reason = ratio, no_ratio_reason
+        self._for_moved_text = strategies.for_moved_text(self._settings, ratio or 0.0)
+        self._for_prefix_chunks = strategies.for_prefix_chunks(self._settings, ratio or 0.0)
 
     def refusal(self, total: int, *, calibrating: bool = False) -> str:
-        """Why a prompt of `total` tokens gets exact reuse only; "" = it does not.
+        """Why a prompt of `total` tokens gets exact reuse only; empty if approximate reuse is allowed.
 
-        While `calibrating`, that there is no ratio yet is no reason.
+        While `calibrating`, a missing ratio is no reason.
         """
         if self._settings.bit_exact:
             return BIT_EXACT_REASON
@@ -45,40 +48,21 @@ class Approximation:
             return self.unmovable
         if self._limit is not None and total > self._limit:
             return rope.WINDOW_REASON
-        return self.no_ratio_reason if self.ratio is None and not calibrating else ""
+        return self._no_ratio_reason if self._ratio is None and not calibrating else ""
 
-    def strategy(self, plan: ReusePlan) -> RepairStrategy | None:
-        """How the reused tokens of `plan` are repaired. What was moved always goes through CacheBlend."""
-        kind = RecomputeStrategy(self._settings.recompute_strategy)
-        if plan.has_moved or kind is RecomputeStrategy.CACHEBLEND:
-            # The ratio is a promise here, so no threshold cuts it.
-            return CacheBlendRecompute(self.ratio or 0.0, 0.0, selector=self._settings.selector)
-        if kind is RecomputeStrategy.SELECTIVE:
-            return SelectiveRecompute(self._settings.recompute_overlap)
-        return None
+    def strategy(self, plan: ReusePlan) -> RepairStrategy:
+        """How the reused tokens of `plan` are repaired. Moved text has a strategy of its own."""
+        return self._for_moved_text if plan.has_moved else self._for_prefix_chunks
 
     def choice(self, plan: ReusePlan) -> str:
-        """Why approximate reuse is used in `plan` or not, in words; "" where there is nothing to choose."""
+        """Why `plan` has approximate reuse or not, in words; empty if there was nothing to choose."""
         if plan.estimate is None:
             return ""
         if not plan.estimate.pays:
             return str(plan.estimate)
         reused = len(positions_of(plan.repair_runs, exact=False))
-        strategy = self.strategy(plan)
-        again = math.ceil((self.ratio or 0.0) * reused) if isinstance(strategy, CacheBlendRecompute) else None
-        how = "at the seams" if again is None else f"{again:,}"
-        return f"{plan.estimate}; of {reused:,} approximate tokens {how} would be computed again"
-
-    def touches_all(self, plan: ReusePlan) -> bool:
-        """Whether repair leaves other KV than it found on tokens that it did not choose."""
-        strategy = self.strategy(plan)
-        return isinstance(strategy, CacheBlendRecompute) and strategy.selector == "deviation"
+        return f"{plan.estimate}; {self.strategy(plan).describe(reused)} would be computed again"
 
     def estimate(self, plan: ReusePlan) -> CostEstimate:
-        """What repairing the runs of `plan` would cost, against computing all behind the exact ones."""
-        strategy = self.strategy(plan)
-        runs, total = plan.repair_runs, plan.total
-        if isinstance(strategy, CacheBlendRecompute):
-            return self._costs.estimate(runs, total, strategy.recompute_ratio, strategy.selector)
-        seam = strategy.recompute_overlap if isinstance(strategy, SelectiveRecompute) else 0
-        return self._costs.estimate(runs, total, min(1.0, seam / self._settings.chunk_size), None)
+        """What repairing the runs of `plan` would cost, against computing all that follows the exact ones."""
+        return self.strategy(plan).cost(plan.repair_runs, plan.total, self._costs)

@@ -1,15 +1,16 @@
-"""Completing a prompt whose KV is partly reused: choose what to recompute, then one sparse pass.
+"""Repair: completing a prompt whose KV is partly reused.
 
-A strategy says which of the reused tokens are worth computing again; together with the tokens that
-were not found they go through the model at once. The engine does this on its arena, the strategies'
-public `apply` on an arena of its own made from an `AssembledPrompt`. Knows no store.
+A strategy chooses which reused tokens to compute again. They go through the model together with the tokens
+that were not found, in one sparse pass. The engine does this in its own arena; a strategy's public `apply`
+does it in an arena made from an `AssembledPrompt`. Knows no store.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,19 +21,51 @@ from kvboost.models import AssembledPrompt, ReusedRun
 from kvboost.run import decode
 from kvboost.run.sparse_forward import sparse_forward
 
+if TYPE_CHECKING:
+    from kvboost.reuse.costs import CostEstimate, ForwardCosts
 
-class RepairStrategy(Protocol):
-    """Which reused tokens to compute again in their new surroundings."""
 
+class RepairStrategy(ABC):
+    """Which reused tokens to compute again where the text before them changed, and what that costs.
+
+    A strategy is a frozen dataclass with `choose` and `cost`; the rest has defaults. Strategies keep no
+    state: the engine builds one and uses it for every request, from any thread.
+    """
+
+    device: str = "cpu"  # where `apply` puts the repaired KV
+
+    @abstractmethod
     def choose(
         self, model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun]
     ) -> np.ndarray:
-        """Sorted positions `[n]` among the runs that are not exact.
+        """Positions `[n]` among the runs that are not exact; sorted, each once.
 
-        `arena` holds the KV of `runs` at their places and nothing else; what a strategy computes there
-        in passing may stay, but must not make it worse.
+        `token_ids` `[tokens]` is the whole prompt, and `arena` holds the KV of `runs` in place and nothing
+        else. A strategy may run the model over the arena. If it leaves other KV there, `rewrites_all` says
+        so, and exact runs stay as they are.
         """
-        ...
+
+    @abstractmethod
+    def cost(self, runs: Sequence[ReusedRun], total: int, costs: ForwardCosts) -> CostEstimate:
+        """What reusing `runs` in a prompt of `total` tokens would cost, against computing it.
+
+        Asked before anything is copied or run; approximate reuse that does not pay is left out.
+        """
+
+    def describe(self, reused: int) -> str:
+        """How many of `reused` approximate tokens are computed again, in words."""
+        return f"of {reused:,} approximate tokens some"
+
+    @property
+    def rewrites_all(self) -> bool:
+        """Whether `choose` also changes the KV of approximate tokens that it does not return."""
+        return False
+
+    def apply(self, assembled: AssembledPrompt, model: Any) -> AssembledPrompt:
+        """`assembled` with the chosen KV computed again, `[1, kv_heads, cached, head_dim]` per layer."""
+        if all(run.exact for run in runs_of(assembled)):
+            return assembled
+        return apply_strategy(self, assembled, model)
 
 
 def positions_of(runs: Sequence[ReusedRun], *, exact: bool | None = None) -> np.ndarray:
@@ -54,12 +87,11 @@ def complete(
     token_ids: np.ndarray,
     arena: Arena,
     runs: Sequence[ReusedRun],
-    strategy: RepairStrategy | None,
+    strategy: RepairStrategy,
     end: int,
 ) -> np.ndarray:
-    """Fill `arena`, which holds `runs`, up to `end`; returns the reused positions computed again."""
-    nothing = np.zeros(0, dtype=np.int64)
-    chosen = nothing if strategy is None else strategy.choose(model, token_ids, arena, runs)
+    """Fill `arena`, which holds `runs`, up to `end`; returns the reused positions `[n]` computed again."""
+    chosen = strategy.choose(model, token_ids, arena, runs)
     chosen = chosen[chosen < end]
     arena.set_length(max((run.end for run in runs), default=0))
     sparse_forward(model, token_ids, arena, np.union1d(live_positions(runs, end), chosen))
@@ -67,10 +99,8 @@ def complete(
     return chosen
 
 
-def apply_strategy(
-    strategy: RepairStrategy, assembled: AssembledPrompt, model: Any, device: str
-) -> AssembledPrompt:
-    """A copy of `assembled` whose approximate KV was repaired as `strategy` says."""
+def apply_strategy(strategy: RepairStrategy, assembled: AssembledPrompt, model: Any) -> AssembledPrompt:
+    """A copy of `assembled` whose approximate KV `strategy` has repaired."""
     runs = runs_of(assembled)
     past = assembled.cached_past_kv
     if past is None or not runs:
@@ -87,14 +117,14 @@ def apply_strategy(
             layer.values.index_copy_(2, where, value)
         complete(model, token_ids, arena, runs, strategy, end=runs[-1].end)
         repaired = tuple(
-            (key.index_select(2, where).to(device), value.index_select(2, where).to(device))
+            (key.index_select(2, where).to(strategy.device), value.index_select(2, where).to(strategy.device))
             for key, value in arena.as_past_key_values()
         )
     return dataclasses.replace(assembled, cached_past_kv=repaired)
 
 
 def runs_of(assembled: AssembledPrompt) -> list[ReusedRun]:
-    """The runs of an assembled prompt; where it names none, every chunk is one that was moved here."""
+    """The runs of an assembled prompt. If it names none, each chunk is one; at most the first is exact."""
     if assembled.runs:
         return [ReusedRun(*run) for run in assembled.runs]
     return [

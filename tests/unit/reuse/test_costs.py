@@ -10,6 +10,7 @@ import pytest
 
 from kvboost.models import ReusedRun
 from kvboost.reuse.costs import CostEstimate, ForwardCosts
+from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
 
 
 @pytest.fixture
@@ -25,6 +26,15 @@ def exact(end: int) -> ReusedRun:
     return ReusedRun(0, end, 0, True)
 
 
+def estimate(
+    costs: ForwardCosts, runs: list[ReusedRun], total: int, ratio: float, selector: str | None
+) -> CostEstimate:
+    """As CacheBlend estimates it, or as if the tokens were given."""
+    if selector is None:
+        return costs.estimate(runs, total, ratio)
+    return CacheBlendRecompute(ratio, selector=selector).cost(runs, total, costs)
+
+
 def test_a_forward_costs_by_tokens_and_by_what_they_see(costs: ForwardCosts) -> None:
     assert costs.forward(np.arange(0)) == 0
     one, two = costs.forward(np.arange(100)), costs.forward(np.arange(200))
@@ -36,29 +46,29 @@ def test_a_forward_costs_by_tokens_and_by_what_they_see(costs: ForwardCosts) -> 
 @pytest.mark.parametrize("selector", ["guided", "deviation", None])
 def test_nothing_reused_never_pays(costs: ForwardCosts, selector: str | None) -> None:
     for runs in ([], [exact(500)]):
-        estimate = costs.estimate(runs, 1000, 0.1, selector)
-        assert not estimate.pays
-        assert estimate.reuse >= estimate.prefill
+        found = estimate(costs, runs, 1000, 0.1, selector)
+        assert not found.pays
+        assert found.reuse >= found.prefill
 
 
 def test_long_runs_pay_and_crumbs_do_not(costs: ForwardCosts) -> None:
-    assert costs.estimate([moved(10, 1900)], 2000, 0.15, "guided").pays
+    assert estimate(costs, [moved(10, 1900)], 2000, 0.15, "guided").pays
     crumbs = [moved(start, start + 32) for start in range(0, 2000, 250)]
-    assert not costs.estimate(crumbs, 2000, 0.15, "guided").pays
-    assert not costs.estimate([moved(10, 1900)], 2000, 1.0, "guided").pays
+    assert not estimate(costs, crumbs, 2000, 0.15, "guided").pays
+    assert not estimate(costs, [moved(10, 1900)], 2000, 1.0, "guided").pays
 
 
 def test_more_recomputing_costs_more(costs: ForwardCosts) -> None:
     runs = [exact(100), moved(100, 1900)]
-    estimates = [costs.estimate(runs, 2000, ratio, "guided") for ratio in (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)]
+    estimates = [estimate(costs, runs, 2000, ratio, "guided") for ratio in (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)]
     reuse = [estimate.reuse for estimate in estimates]
     assert reuse == sorted(set(reuse))
     assert len({estimate.prefill for estimate in estimates}) == 1
 
 
 def test_prefill_is_what_stands_behind_the_exact_part(costs: ForwardCosts) -> None:
-    whole = costs.estimate([moved(500, 900)], 1000, 0.1, "guided").prefill
-    behind = costs.estimate([exact(500), moved(500, 900)], 1000, 0.1, "guided").prefill
+    whole = estimate(costs, [moved(500, 900)], 1000, 0.1, "guided").prefill
+    behind = estimate(costs, [exact(500), moved(500, 900)], 1000, 0.1, "guided").prefill
     assert whole == costs.forward(np.arange(1000))
     assert behind == costs.forward(np.arange(500, 1000)) < whole
 
@@ -66,10 +76,10 @@ def test_prefill_is_what_stands_behind_the_exact_part(costs: ForwardCosts) -> No
 def test_the_way_of_choosing_has_its_price(costs: ForwardCosts) -> None:
     runs = [moved(0, 1900)]
     given, guided, deviation = (
-        costs.estimate(runs, 2000, 0.1, selector).reuse for selector in (None, "guided", "deviation")
+        estimate(costs, runs, 2000, 0.1, selector).reuse for selector in (None, "guided", "deviation")
     )
     assert given < guided < deviation
-    free = [costs.estimate(runs, 2000, 0.0, selector).reuse for selector in (None, "guided", "deviation")]
+    free = [estimate(costs, runs, 2000, 0.0, selector).reuse for selector in (None, "guided", "deviation")]
     assert len(set(free)) == 1  # nothing is chosen where nothing is recomputed
 
 

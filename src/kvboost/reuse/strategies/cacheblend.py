@@ -1,11 +1,11 @@
-"""CacheBlend: compute the share of the reused tokens again that the new surroundings change most.
+"""CacheBlend: compute again the share of the reused tokens that the new text around them changes most.
 
-Two ways to find them. "deviation" is the published rule (Yao et al., https://arxiv.org/abs/2405.16444):
-the first two layers run for all reused tokens, and those whose values differ most from the cached
-ones are chosen. "guided" asks the end of the prompt instead: one cheap forward of its last tokens over
-the placed cache shows which tokens the answer will look at. The first tokens of every run, false
-beginnings in their old place, are always among them, and those near its start count for more: they
-knew the least of what stands before them now. Knows no store and no engine.
+There are two ways to find these tokens. "deviation" is the published rule (Yao et al.,
+https://arxiv.org/abs/2405.16444): run the first two layers for all reused tokens and take those whose
+values differ most from the cached ones. "guided" asks the end of the prompt: one cheap forward of its last
+tokens over the placed cache shows which tokens the answer will attend to. It always takes the first tokens
+of every run, which may be attention sinks that are no longer first, and prefers tokens near a run's start,
+which saw the least of what stands before them now. Knows no store and no engine.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost.choices import SELECTORS
 from kvboost.errors import InvalidRequestError
 from kvboost.kernels.attention import QueryPattern
 from kvboost.kv.arena import Arena
-from kvboost.models import AssembledPrompt, ReusedRun
-from kvboost.reuse.repair import apply_strategy, live_positions, positions_of, runs_of
+from kvboost.models import ReusedRun
+from kvboost.reuse.costs import CostEstimate, ForwardCosts, exact_end
+from kvboost.reuse.repair import RepairStrategy, live_positions, positions_of
 from kvboost.run.sparse_forward import run_pattern
 
-RUN_START_TOKENS = 4  # every run starts with a false attention sink
-TAIL_TOKENS = 24  # that many tokens at the end of the prompt are asked what they look at
-_HALF_WORTH_TOKENS = 64  # that far into a run a token counts half as much as at its start
-_LAYERS = 2  # that the published rule computes for all tokens
-_MAX_DEVIATION_TOKENS = 4096  # computed at once by it
+_SELECTORS = ("guided", "deviation")  # of this strategy; the option `selector` may know others
+RUN_START_TOKENS = 4  # the first tokens of a run, where its old attention sink is
+TAIL_TOKENS = 24  # "guided" observes the attention of that many tokens at the end of the prompt
+_HALF_WORTH_TOKENS = 64  # so far into a run, a token counts half as much as at its start
+_LAYERS = 2  # that "deviation" computes for all tokens
+_MAX_DEVIATION_TOKENS = 4096  # that "deviation" computes at once
 
 
 @dataclass(frozen=True)
-class CacheBlendRecompute:
+class CacheBlendRecompute(RepairStrategy):
     """Computes about `recompute_ratio` of the reused tokens again.
 
     With `selector="deviation"`, tokens whose values deviate by less than `min_deviation` (1 - cosine) are
-    left alone.
+    not recomputed.
     """
 
     recompute_ratio: float = 0.15
@@ -49,7 +50,7 @@ class CacheBlendRecompute:
     def __post_init__(self) -> None:
         if not 0 <= self.recompute_ratio <= 1:
             raise InvalidRequestError(f"recompute_ratio must be from 0 to 1, got {self.recompute_ratio!r}")
-        if self.selector not in SELECTORS:
+        if self.selector not in _SELECTORS:
             raise InvalidRequestError(f'selector must be "guided" or "deviation", got {self.selector!r}')
 
     def choose(
@@ -66,7 +67,7 @@ class CacheBlendRecompute:
             return self._most_deviating(model, token_ids, arena, runs, reused, budget)
         scores = attention_from_the_end(model, token_ids, arena, runs)
         depth = _depth_in_run(runs, len(token_ids))[reused]
-        attention = scores[reused] if scores is not None else 1.0  # of some models it cannot be watched
+        attention = scores[reused] if scores is not None else 1.0  # not every model lets it be observed
         worth = attention / (depth + _HALF_WORTH_TOKENS)
         worth[depth < RUN_START_TOKENS] = np.inf
         return _highest(reused, worth, budget)
@@ -83,18 +84,33 @@ class CacheBlendRecompute:
         deviation = value_deviation(model, token_ids, arena, runs)[reused]
         return _highest(reused, np.where(deviation < self.min_deviation, -np.inf, deviation), budget)
 
-    def apply(self, assembled: AssembledPrompt, model: Any) -> AssembledPrompt:
-        """`assembled` with the chosen KV computed again, `[1, kv_heads, cached, head_dim]` per layer."""
-        if all(run.exact for run in runs_of(assembled)):
-            return assembled
-        return apply_strategy(self, assembled, model, self.device)
+    def cost(self, runs: Sequence[ReusedRun], total: int, costs: ForwardCosts) -> CostEstimate:
+        """The chosen share, and the forward that finds it."""
+        choosing = self._choosing_cost(runs, total, costs) if self.recompute_ratio else 0.0
+        return costs.estimate(runs, total, self.recompute_ratio, choosing=choosing)
+
+    def _choosing_cost(self, runs: Sequence[ReusedRun], total: int, costs: ForwardCosts) -> float:
+        if self.selector == "guided":
+            return costs.observed_forward(np.arange(max(0, total - TAIL_TOKENS), total))
+        return _LAYERS * costs.forward(np.arange(exact_end(runs), total)) / costs.layers
+
+    def describe(self, reused: int) -> str:
+        """The number that the ratio gives."""
+        return f"of {reused:,} approximate tokens {math.ceil(self.recompute_ratio * reused):,}"
+
+    @property
+    def rewrites_all(self) -> bool:
+        """The published rule leaves the KV of the layers that it computed."""
+        return self.selector == "deviation"
 
 
 def attention_from_the_end(
     model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun], tail_tokens: int = TAIL_TOKENS
 ) -> np.ndarray | None:
-    """How much the last prompt tokens look at each token, `[tokens]`: attention probability, its maximum
-    over those tokens, summed over layers and heads. None where the model's attention cannot be watched.
+    """How much the last prompt tokens attend to each token, `[tokens]`.
+
+    The highest attention probability that any of them gives it, summed over layers and heads. None if the
+    model's attention cannot be observed.
     """
     total = len(token_ids)
     start = max(0, total - tail_tokens)
@@ -105,7 +121,8 @@ def attention_from_the_end(
     pattern = QueryPattern(
         torch.arange(start, total, device=device), total, filled=filled.to(device), observe=True
     )
-    kept = [slab[:, :, start:total].clone() for slab in arena.slabs]  # reused tokens may be among the last
+    # The forward overwrites the KV of the last tokens, and reused ones may be among them.
+    kept = [slab[:, :, start:total].clone() for slab in arena.slabs]
     try:
         run_pattern(model, token_ids, arena, pattern)
     finally:
@@ -119,7 +136,7 @@ def attention_from_the_end(
 def value_deviation(model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun]) -> np.ndarray:
     """1 - cosine between cached and newly computed values of the second layer, `[tokens]`.
 
-    Computes the first two layers for all tokens that are not exact, and leaves their KV there.
+    Computes the first two layers of all tokens that are not exact, and leaves that KV in the arena.
     """
     end = max(run.end for run in runs)
     layer = arena.layers[min(_LAYERS, len(arena.layers)) - 1]
@@ -146,7 +163,7 @@ def _depth_in_run(runs: Sequence[ReusedRun], total: int) -> np.ndarray:
 
 
 def _highest(positions: np.ndarray, worth: np.ndarray, budget: int) -> np.ndarray:
-    """The `budget` positions of the highest worth, sorted; none that is worth -inf."""
+    """The `budget` positions of the highest worth, sorted; those worth -inf are never taken."""
     order = np.argsort(-worth, kind="stable")[:budget]
     chosen: np.ndarray = np.sort(positions[order[worth[order] > -np.inf]])
     return chosen

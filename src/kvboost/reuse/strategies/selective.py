@@ -1,7 +1,7 @@
 """Selective recompute: compute the tokens at every seam again.
 
-A seam is where a run of reused tokens begins behind text that it was not computed behind. Knows no
-store and no engine.
+A seam is where a run of reused tokens starts after text other than it was computed after. Knows no store
+and no engine.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import numpy as np
 from kvboost.errors import InvalidRequestError
 from kvboost.kv.arena import Arena
 from kvboost.models import AssembledPrompt, ReusedRun
-from kvboost.reuse.repair import apply_strategy, positions_of, runs_of
+from kvboost.reuse.costs import CostEstimate, ForwardCosts
+from kvboost.reuse.repair import RepairStrategy, apply_strategy, positions_of, runs_of
 
 SIDES = ("after", "before")
 
 
 @dataclass(frozen=True)
-class SelectiveRecompute:
+class SelectiveRecompute(RepairStrategy):
     """Computes `recompute_overlap` tokens at each seam again, with the cached context before them visible.
 
-    `side` says which: the first ones "after" the seam, which were false beginnings where they came
-    from (better, see docs/how-reuse-works.md), or the last ones "before" it. Without seams nothing
-    happens; with `skip_if_no_seams=False` the last `recompute_overlap` reused tokens are computed again.
+    `side` says which: the first ones "after" the seam, which may hold an attention sink that is no longer
+    first (better, see docs/how-reuse-works.md), or the last ones "before" it. Without seams nothing
+    happens, or with `skip_if_no_seams=False` the last `recompute_overlap` reused tokens are recomputed.
     """
 
     recompute_overlap: int = 16
@@ -58,9 +59,17 @@ class SelectiveRecompute:
             return np.zeros(0, dtype=np.int64)
         return np.intersect1d(np.concatenate(near), positions_of(runs, exact=False))
 
+    def cost(self, runs: Sequence[ReusedRun], total: int, costs: ForwardCosts) -> CostEstimate:
+        """The seams of every chunk, which need no search."""
+        return costs.estimate(runs, total, costs.seam_share(self.recompute_overlap))
+
+    def describe(self, reused: int) -> str:
+        """Says where, since the number of seams is not known yet."""
+        return f"of {reused:,} approximate tokens those at the seams"
+
     def apply(self, assembled: AssembledPrompt, model: Any) -> AssembledPrompt:
         """`assembled` with the KV at its seams computed again, `[1, kv_heads, n, head_dim]` per layer."""
         seams = any(not run.exact for run in runs_of(assembled))
         if not seams and self.skip_if_no_seams:
             return assembled
-        return apply_strategy(self, assembled, model, self.device)
+        return apply_strategy(self, assembled, model)
