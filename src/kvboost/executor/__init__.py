@@ -1,1 +1,1 @@
-"""The parts of an engine, joined, and the ways to run a request alone. The engine is a facade over it."""
+"""The parts of an engine, and the executors that run requests on them. The engine is a facade over it."""

@@ -1,8 +1,8 @@
-"""One request by itself: transformers' own generate over an arena that holds what was reused.
+"""One request by itself: transformers' own `generate` over an arena that holds what was reused.
 
     match -> place -> repair -> prefill and decode -> store
 
-`serve` shows these steps in order. Knows the parts of an engine; requests come checked.
+`serve` shows these steps in order. Knows the parts of an engine, and requests that were checked before.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class AloneRunner:
         return parts.loader.place(lambda: parts.planned(request), arena, exact, any_kind), arena
 
     def _repair(self, plan: ReusePlan, request: Request, arena: Arena) -> np.ndarray:
-        """Compute again what the new surroundings change, and what is missing between reused runs.
+        """Recompute what the strategy chooses, and compute the gaps between reused runs.
 
         Returns the reused positions `[n]` that were computed again.
         """
@@ -95,7 +95,7 @@ class AloneRunner:
             )
 
     def _serve_baseline(self, request: Request) -> GenerationResult:
-        """The model's own generate; in bit-exact mode in the same blocks as with reuse."""
+        """The model's own `generate`; in bit-exact mode, with the same prefill blocks as with reuse."""
         parts = self._parts
         if not parts.bit_exact or parts.why_plain(request):
             return self._serve_plain(request, "baseline")
@@ -103,7 +103,7 @@ class AloneRunner:
         return self._result(request, self._run(request, arena), (_live(request, "baseline"),))
 
     def _serve_plain(self, request: Request, reason: str) -> GenerationResult:
-        """Stock attention and cache, the model as it stands; nothing read and nothing stored."""
+        """The model's own `generate` with stock attention and cache; nothing is read or stored."""
         parts = self._parts
         with decode.running(parts.model, fast=False, was_read=True):
             rope.reset_dynamic_frequencies(parts.model)
@@ -118,7 +118,7 @@ class AloneRunner:
     # --- scores ------------------------------------------------------------------------------
 
     def score(self, request: ScoreRequest) -> ScoreResult:
-        """A score by forwards of its own: without reuse, or with reuse that may need repair."""
+        """Score one continuation: without reuse, or with reuse that may need repair."""
         parts = self._parts
         parts.fit.begin([request])
         gated = parts.why_plain(request)
@@ -144,7 +144,7 @@ class AloneRunner:
         return result
 
     def _scored(self, request: ScoreRequest, arena: Arena | None, spans: tuple[Span, ...]) -> ScoreResult:
-        """The score by one forward over what `arena` does not hold."""
+        """The score, by one forward over the tokens that `arena` does not hold."""
         model = self._parts.model
         ids = request.token_ids[arena.length if arena is not None else 0 :]
         device = model.get_input_embeddings().weight.device
@@ -156,7 +156,7 @@ class AloneRunner:
                 logits_to_keep=len(request.continuation),
             )
         scores = Scores(request)
-        # models that know no `logits_to_keep` give all of them
+        # a model without `logits_to_keep` returns all logits
         scores.add(request.limit, output.logits[0, -len(request.continuation) :])
         return scores.result(spans, self._parts.reader.decode(request.continuation))
 
@@ -165,7 +165,7 @@ class AloneRunner:
     def _store_answer(
         self, request: Request, decoded: Decoded, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
     ) -> None:
-        """Keep the KV of prompt and answer, as far as it was computed, and the answer's ids."""
+        """Store the KV of prompt and answer, as far as it was computed, and remember the answer's ids."""
         parts, total = self._parts, len(request.prompt)
         ids = request.token_ids
         if arena.batch == 1:
@@ -182,9 +182,9 @@ class AloneRunner:
     def _store(
         self, request: Request, ids: np.ndarray, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
     ) -> StoreReport:
-        """Keep the KV of `ids` `[tokens]`, which `arena` holds."""
+        """Store the KV of `ids` `[tokens]`, which is in `arena`."""
         parts = self._parts
-        if parts.settings.overlap_k:  # what was computed here saw more than its encoding allows
+        if parts.settings.overlap_k:  # this KV saw more tokens than its encoding allows
             return self._warmer.read(ids, len(ids), request.namespace)
         parts.loader.make_way(len(ids) - plan.reused)
         exact = plan.first_approximate if plan.first_approximate < plan.total else len(ids)

@@ -1,7 +1,7 @@
-"""What stands behind an engine: its parts, and the executors that run requests on them.
+"""The core of an engine: its parts, and the executors that run requests on them.
 
-Servers and proofs use it directly; it is no part of the public interface. Knows checked requests, and no
-arguments of public calls.
+Servers and proofs use it directly; it is not public. Knows checked requests, and not the arguments of public
+calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whose KV an engine's is right now, and whether the engine still fits its model.
+"""Which model state an engine's KV belongs to, and whether the engine still fits its model.
 
-Everything that an engine learns about its model is learned here when it is made; what the model is when a
-request begins is read here. Knows no store.
+All that an engine learns about its model is learned here when it is made, and the model's state is read here
+when a request begins. Knows no store.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def encoding_of(settings: EngineSettings) -> dict[str, Any]:
 class ModelFit:
     """What one engine knows of its model: layout, rotation, whether sequences can be packed, namespaces.
 
-    `on_surprise` is called when weights turn out to have changed unseen: stored KV cannot be trusted then.
+    `on_surprise` is called if weights have changed unnoticed: stored KV cannot be trusted then.
     """
 
     def __init__(self, model: Any, settings: EngineSettings, on_surprise: Callable[[], None]) -> None:
@@ -97,38 +97,38 @@ class ModelFit:
         return self._namespaces.watch
 
     def _ignore_what_forwards_change(self, before: dict[str, str]) -> None:
-        """Buffers that the model's own forward writes to are no change of it; seen twice, to be sure."""
+        """Ignore buffers that every forward writes to; a second forward confirms which."""
         if suspected := self.watch.changed_buffers(before):
             between = self.watch.checksums()
             probe_layout(self._model)
             self.watch.ignore(suspected & self.watch.changed_buffers(between))
 
     def last_namespace(self, salt: str) -> Namespace:
-        """The namespace as it was read last, without a look at the model."""
+        """The namespace as it was read last, without reading the model again."""
         return self._namespaces.last(salt)
 
     def namespace(self, salt: str) -> Namespace:
-        """Whose KV it is: of this model, as it is now, in this encoding, under `salt`."""
+        """The namespace of KV computed now: this model in its present state, this encoding, and `salt`."""
         return self._namespace_of(self.watch.read(), salt)
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Read what the model is as these requests begin: their KV belongs to it, and to nothing else."""
+        """Read the model's state as these requests begin: their KV belongs to it."""
         state = self.watch.read()
         for request in requests:
             request.namespace = self._namespace_of(state, request.namespace.salt)
 
     def is_current(self, namespace: Namespace) -> bool:
-        """Whether the model is still what it was when `namespace` was read."""
+        """Whether the model has not changed since `namespace` was read."""
         return self.namespace(namespace.salt) == namespace
 
     def weights_changed(self) -> bool:
-        """Check all weights over now, and say whether they had changed unnoticed."""
+        """Check all weights now; returns whether they had changed unnoticed."""
         has_changed = self.watch.check_all()
         self.namespace("")
         return has_changed
 
     def _namespace_of(self, state: ModelState, salt: str) -> Namespace:
-        """The namespace of a state that was just read, gated where the engine does not fit the model now."""
+        """The namespace of a state that was just read; gated if the engine no longer fits the model."""
         if state.surprises != self._surprises:
             self._surprises = state.surprises
             self._on_surprise()
@@ -142,7 +142,7 @@ class ModelFit:
         return dataclasses.replace(found, gated=self._misfit) if self._misfit and not found.gated else found
 
     def _why_misfit(self) -> str:
-        """Why KV of the model as it is now cannot be kept by this engine."""
+        """Why this engine cannot keep KV of the model as it is now; empty if it can."""
         try:
             fits = probe_layout(self._model) == self.layout
         except UnsupportedModelError as error:
@@ -150,7 +150,7 @@ class ModelFit:
         return "" if fits else _OTHER_LAYOUT
 
     def close(self) -> None:
-        """Stop looking at the model, and free what lies beside its weights. It can be called twice."""
+        """Stop watching the model and free its packed weights. It can be called twice."""
         linears.unpack(self._model, self)
         _stop_scrubbing(id(self))
         self.watch.users.discard(self)
@@ -158,4 +158,4 @@ class ModelFit:
 
 
 def _stop_scrubbing(user: int) -> None:
-    scrubber.SCRUBBER.remove(user)  # the one of this process: a fork makes another
+    scrubber.SCRUBBER.remove(user)  # looked up now: a forked process has another

@@ -1,6 +1,6 @@
-"""One's own `model.generate`: a prompt made ready for it, and what came of it stored.
+"""For callers with their own `model.generate`: `prepare` gives it a filled cache, `commit` stores the result.
 
-Knows the parts of an engine, and nothing of what is run between the two calls.
+Knows the parts of an engine, and nothing of what runs between the two calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OwnLoop:
         self._warmer = warmer
 
     def prepare(self, prompt: Prompt, max_new_tokens: int, cache_salt: str | None) -> PreparedPrompt:
-        """Ids, mask and a cache with what is known of the prompt."""
+        """Ids, mask, and a cache with what is stored of the prompt."""
         parts = self._parts
         options = decode.read_options(parts.model, max_new_tokens, 1.0, False, None, {})
         salt = parts.salt(cache_salt)

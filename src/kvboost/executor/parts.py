@@ -1,6 +1,6 @@
-"""The parts of one engine, made from its settings, and the questions that every executor asks them.
+"""The parts of one engine, made from its settings, and the questions that every executor asks.
 
-Knows what an engine consists of, not how a request is run.
+Knows what an engine consists of, not how a request runs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class EngineParts:
         self.loader = ChunkLoader(self.assembler, self.manager, self.disk)
 
     def _open_disk(self) -> DiskCache | None:
-        """The disk behind the store; a folder of its own for this model, dtype, encoding and chunk size."""
+        """The disk tier, in a folder for this model, dtype, encoding and chunk size."""
         settings, family = self.settings, self.fit.family
         if settings.disk_cache_dir is None:
             return None
@@ -119,7 +119,7 @@ class EngineParts:
             max_bytes=budget,
             label=self.model_name,
         )
-        weakref.finalize(self, disk.close_unowned)  # nobody closed the engine: its threads must end too
+        weakref.finalize(self, disk.close_unowned)  # an engine that nobody closed must end its threads too
         return disk
 
     # --- questions ---------------------------------------------------------------------------
@@ -142,21 +142,21 @@ class EngineParts:
         return cache_salt
 
     def namespace(self, cache_salt: str | None = None) -> Namespace:
-        """Whose KV it is now, under the salt of a call."""
+        """The namespace of KV computed now, with the salt of a call."""
         return self.fit.namespace(self.salt(cache_salt))
 
     def why_plain(self, request: Request) -> str:
-        """Why the model's own generate must answer, with nothing read or stored; empty where it need not."""
+        """Why the model's own `generate` must answer, with nothing read or stored; empty if it need not."""
         if request.namespace.gated:
             return request.namespace.gated
         return request.options.why_plain or self.why_gated(request.needed)
 
     def why_gated(self, tokens: int) -> str:
-        """Why so many tokens cannot be reused on this model; empty where they can."""
+        """Why prompts of so many tokens get no reuse on this model; empty if they do."""
         return rope.GATED_REASON if self.requests.is_gated(tokens) else ""
 
     def why_alone(self, request: Request) -> str:
-        """Why a request cannot run beside others in one forward; empty where it can."""
+        """Why a request cannot be batched with others; empty if it can."""
         if request.mode is not GenerationMode.PREFIX_CACHE:
             return f"mode {request.mode.value}"
         if self.bit_exact or self.settings.overlap_k:
@@ -187,7 +187,7 @@ class EngineParts:
         )
 
     def forget_all(self) -> None:
-        """Weights had changed unseen while KV was stored: what is kept, on disk too, cannot be trusted."""
+        """Drop everything, on disk too: weights changed unnoticed, so stored KV cannot be trusted."""
         self.workspace.drop()
         self.reader.forget_answers()
         self.manager.drop_all()
@@ -205,7 +205,7 @@ class EngineParts:
             self.manager.clear()
 
     def close(self) -> None:
-        """Save what is not on disk yet, and free what is held beside the model. It can be called twice."""
+        """Save what is not on disk yet, and free all but the model. It can be called twice."""
         self.workspace.drop()
         if self.disk is not None:
             self.fit.weights_changed()  # KV of other weights must not outlive the process

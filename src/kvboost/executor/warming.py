@@ -1,6 +1,7 @@
-"""Reading a text once to keep its KV: in one contiguous prefill, or chunk by chunk with little context.
+"""Warming the cache: a text is read once and its KV is kept.
 
-Knows the parts of an engine, no answers.
+It is read in one contiguous prefill, or in overlap mode chunk by chunk with little context. Knows the parts
+of an engine, no answers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Warmer:
         )
 
     def read(self, ids: np.ndarray, end: int, namespace: Namespace, position_offset: int = 0) -> StoreReport:
-        """Compute the KV of the first `end` of `ids` `[tokens]`, as far as it is not stored, and keep it."""
+        """Compute the KV of the first `end` of `ids` `[tokens]` that is not stored yet, and store it."""
         parts = self._parts
         if position_offset:
             namespace = namespace.at_offset(position_offset)

@@ -1,1 +1,1 @@
-"""What is reused for a request: plan, place, repair, store, and why."""
+"""Reuse for one request: plan it, place it, repair it, store what was computed, and explain it."""

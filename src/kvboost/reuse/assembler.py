@@ -1,7 +1,7 @@
-"""From matches to KV in place: what of a prompt is reused, and where it goes.
+"""From matches to KV in place.
 
-`plan` asks the cache manager what is there, `place` copies it into an arena and turns the keys of what
-was moved, `assemble` does both into an arena of its own and describes the outcome. Knows no model.
+`plan` asks the cache manager what is stored of a prompt. `place` copies that into an arena and re-rotates the
+keys of moved text. `assemble` does both in an arena of its own and describes the result. Knows no model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PromptAssembler:
     """Finds and places reusable KV.
 
     `whole_chunks_of` limits reuse to whole chunks of that many tokens (bit-exact mode). Approximate reuse
-    needs a `rotation` to move keys with; without one, and with `AssemblyMode.PREFIX_ONLY`, there is exact
-    reuse only. The first `sink_tokens` positions are never approximate. `lossy_from` is the position
-    behind which prefix chunks are lossy (overlap mode).
+    needs a `rotation` to move keys; without one, or with `AssemblyMode.PREFIX_ONLY`, all reuse is exact. The
+    first `sink_tokens` positions are never approximate. In overlap mode, prefix chunks that start after
+    `lossy_from` are not exact.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class PromptAssembler:
         estimate: Estimator | None = None,
         refusal: str = "",
     ) -> Iterator[ReusePlan]:
-        """What can be reused among the first `limit` tokens; held until the block ends.
+        """What can be reused of the first `limit` tokens. It cannot be evicted until the block ends.
 
-        With `estimate`, approximate reuse is left out where it would not pay; with a `refusal`, always.
+        With `estimate`, approximate reuse is left out if it does not pay; with a `refusal`, always.
         """
         plan = self._plan(token_ids, namespace, limit, mode, estimate, refusal, hold=True)
         try:
@@ -82,7 +82,7 @@ class PromptAssembler:
         estimate: Estimator | None = None,
         refusal: str = "",
     ) -> ReusePlan:
-        """What could be reused among the first `limit` tokens. Changes nothing."""
+        """What could be reused of the first `limit` tokens. Changes nothing."""
         return self._plan(token_ids, namespace, limit, mode, estimate, refusal, hold=False)
 
     def _plan(
@@ -112,10 +112,11 @@ class PromptAssembler:
             return replace(plan, estimate=cost)
         exact_end = next((piece.start for piece in plan.pieces if plan.is_lossy(piece)), plan.prefix_end)
         if exact_end < plan.prefix_end:
-            nothing = replace(content, chain=ChainMatch(), runs=())  # still held, until it is released
+            nothing = replace(content, chain=ChainMatch(), runs=())  # held until released
             reason = "computed: reuse would not pay"
             return replace(exact, prefix_end=exact_end, reason=reason, content=nothing, estimate=cost)
-        return replace(plan, content=replace(content, runs=()), estimate=cost)  # a chain needs no repair
+        # The chain stays: it needs no repair.
+        return replace(plan, content=replace(content, runs=()), estimate=cost)
 
     def _prefix_plan(self, match: PrefixMatch, total: int, limit: int, refusal: str) -> ReusePlan:
         reused = min(match.length, limit)
@@ -131,7 +132,7 @@ class PromptAssembler:
         return ReusePlan(total, match, reused, reason, lossy_from=self._lossy_from, refusal=refusal)
 
     def chunks_needed(self, plan: ReusePlan, exact_already: int = 0, any_already: int = 0) -> list[KeptChunk]:
-        """The chunks that `place` will copy from."""
+        """The chunks that `place` copies from."""
         pieces = [
             *cut_pieces(plan.pieces, exact_already, plan.prefix_end),
             *cut_pieces(plan.chain_pieces, max(plan.prefix_end, any_already), plan.chain_end),
@@ -147,10 +148,10 @@ class PromptAssembler:
         any_already: int = 0,
         loaded: Mapping[str, StoredKV] | None = None,
     ) -> None:
-        """Copy the planned KV into `arena` and turn the keys of what moved.
+        """Copy the planned KV into `arena` and re-rotate the keys of what moved.
 
-        Of the prompt's first tokens it holds `exact_already` as exact and `any_already` as this chain by now.
-        `loaded` has the KV of chunks that lie on disk.
+        `arena` already holds exact KV of the first `exact_already` tokens, and KV of this chain up to
+        `any_already`. `loaded` has the KV of chunks that are on disk only.
         """
         loaded = loaded or {}
         for piece in cut_pieces(plan.pieces, exact_already, plan.prefix_end):
@@ -165,7 +166,7 @@ class PromptAssembler:
             arena.place_at(parts, torch.from_numpy(overlay.positions[inside]))
         self._place_moved(plan.moved_pieces, arena, loaded)
         if plan.needs_repair:
-            # What is not filled yet is masked, but a mask does not stop the NaN of an earlier request.
+            # Gaps are masked, but a mask does not keep out a NaN that an earlier request left there.
             for start, end in plan.gaps:
                 arena.clear(start, end)
         arena.set_length(plan.contiguous_end)
@@ -173,7 +174,7 @@ class PromptAssembler:
     def place_parts(
         self, parts: Sequence[PrefixPart], arena: Arena, loaded: Mapping[str, StoredKV] | None = None
     ) -> None:
-        """Copy exact pieces into the slots of `arena` that are theirs."""
+        """Copy exact pieces into their slots of `arena`."""
         for part in parts:
             for piece in part.pieces:
                 _copy(piece, arena, loaded or {}, part.shift)
@@ -189,7 +190,7 @@ class PromptAssembler:
                 self._rotation.rotate_(arena.slabs, arena.layout, start, end, shift)
 
     def assemble(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> AssembledPrompt:
-        """Gather the KV that is stored for `token_ids`, all of them if it is there."""
+        """Gather the KV that is stored for `token_ids`, up to the last one."""
         ids = np.asarray(token_ids, dtype=np.int64)
         total = len(ids)
         with self.planned(ids, namespace, limit=total) as whole_plan:
@@ -229,7 +230,7 @@ def _copy(piece: ChunkMatch, arena: Arena, loaded: Mapping[str, StoredKV], shift
 
 
 def _stretches(pieces: Sequence[ChunkMatch]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring pieces with one shift, as (start, end, shift)."""
+    """Adjacent pieces with the same shift, joined, as (start, end, shift)."""
     start = end = shift = 0
     for piece in pieces:
         if piece.start == end and piece.shift == shift and end > start:

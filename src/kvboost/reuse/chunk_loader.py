@@ -1,4 +1,4 @@
-"""Getting what is stored into an arena, from RAM and from disk, for one request or for many rows.
+"""Loading stored chunks into an arena, from RAM and from disk, for one request or for a batch.
 
 Knows plans and stores, no model.
 """
@@ -21,7 +21,7 @@ Planned = Callable[[], AbstractContextManager[ReusePlan]]
 
 
 class ChunkLoader:
-    """Places plans. What cannot be read from disk is forgotten, and the plan is made without it."""
+    """Places plans. If a chunk cannot be read from disk, it is dropped and the plan is made again."""
 
     def __init__(self, assembler: PromptAssembler, manager: KVCacheManager, disk: DiskCache | None) -> None:
         self._assembler = assembler
@@ -29,7 +29,7 @@ class ChunkLoader:
         self._disk = disk
 
     def place(self, planned: Planned, arena: Arena, exact: int = 0, any_kind: int = 0) -> ReusePlan:
-        """Plan and place; `arena` holds `exact` of the first tokens by now, and `any_kind` as their chain."""
+        """Plan and place. `arena` already holds `exact` tokens exactly, and the chain up to `any_kind`."""
         until = self._deadline()
         while True:
             with planned() as plan:
@@ -41,7 +41,7 @@ class ChunkLoader:
     def place_sequences(
         self, planned: Sequence[Planned], parts: Callable[[list[ReusePlan]], list[PrefixPart]], arena: Arena
     ) -> list[ReusePlan]:
-        """Plan many prompts, and place the `parts` of them that an arena of rows needs."""
+        """Plan several prompts and place `parts` of their plans in one arena."""
         until = self._deadline()
         while True:
             with ExitStack() as held:
@@ -54,7 +54,7 @@ class ChunkLoader:
     def _load_and_place(
         self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int, until: float
     ) -> dict[str, str]:
-        """Place a plan; returns the chunks that could not be loaded, with reasons, where there are such."""
+        """Place a plan; if chunks cannot be loaded, returns them with reasons and places nothing."""
         if self._disk is None:
             self._assembler.place(plan, arena, exact, any_kind)
             return {}
@@ -83,11 +83,11 @@ class ChunkLoader:
             self._manager.on_disk.lost([key], reason)
 
     def make_way(self, tokens: int) -> None:
-        """After the first token: let the disk save what storing `tokens` tokens would evict."""
+        """Let the disk save what storing `tokens` tokens would evict. Called after the first token."""
         if self._disk is not None and tokens > 0:
             self._disk.make_way(tokens)
 
     def save_soon(self) -> None:
-        """What was stored goes to disk beside the next requests."""
+        """Save what was stored in the background."""
         if self._disk is not None:
             self._disk.wake()

@@ -1,10 +1,9 @@
-"""Storing what a request computed: exact text, text computed on approximate KV, and approximate chains.
+"""Storing what a request computed. This is the only way from an arena into the store.
 
-Runs after the first token, and is the one way from arenas into the store: what was computed is kept only if
-the model is still what it was when the request began, and if the arena holds as many tokens as were
-computed. Nothing that was computed while looking at approximate KV is stored as exact: it goes under a root
-of its own, where only its content is found, and the prompt as a whole goes into an approximate chain that
-borrows what is stored already. Knows no model.
+It runs after the first token, and stores nothing if the model has changed since the request began. Text
+that attended to approximate KV is never stored as exact: it is stored as tainted, where it is found by
+content only, and the whole prompt becomes an approximate chain that borrows chunks stored already. Knows no
+model.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from kvboost.store.matching import ChunkMatch
 
 
 class ChunkWriter:
-    """Puts KV from arenas into the store. A failure costs the chunks, never the answer.
+    """Puts KV from arenas into the store. A failure loses the chunks, never the answer.
 
-    `current` gives the namespace of a salt for the model as it is now; `stored` is told of all that is kept.
+    `current` gives the namespace of a salt for the model as it is now; `stored` is called before KV is kept.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class ChunkWriter:
         return self._registry.cuts(token_ids.tolist(), boundary_tokens=self._boundary_tokens)
 
     def _has_changed(self, namespace: Namespace) -> bool:
-        """Whether the model is not what it was when `namespace` was read."""
+        """Whether the model has changed since `namespace` was read."""
         now = self._current(namespace.salt)
         return now.key != namespace.content_key or bool(now.gated or namespace.gated)
 
     def refuse(self, reason: str) -> StoreReport:
-        """Book a text that must not be stored."""
+        """Count a text that must not be stored."""
         report = self._manager.count_failure(reason)
         report.is_refused = True
         return report
@@ -75,11 +74,10 @@ class ChunkWriter:
         position_offset: int = 0,
         first: int = 0,
     ) -> StoreReport:
-        """Store `token_ids` `[tokens]`, which stand in `arena` from position `first` on.
+        """Store `token_ids` `[tokens]`, whose KV is in `arena` from slot `first` on.
 
-        They were computed at positions from `position_offset` on.
+        It was computed at positions from `position_offset` on.
         """
-
         return self.keep_from(token_ids, _from(arena, first), namespace, position_offset=position_offset)
 
     def keep_from(
@@ -113,7 +111,7 @@ class ChunkWriter:
                 text_of=self._text_of,
                 position_offset=position_offset,
             )
-        except (RuntimeError, MemoryError) as error:  # out of memory: the answer is there all the same
+        except (RuntimeError, MemoryError) as error:  # out of memory must not cost the answer
             return self._manager.count_failure(f"{type(error).__name__} while storing")
 
     def keep_approximate(
@@ -124,9 +122,9 @@ class ChunkWriter:
         plan: ReusePlan,
         recomputed: np.ndarray,
     ) -> StoreReport:
-        """Store a prompt with its answer, `token_ids` `[tokens]`, of which `plan` was reused.
+        """Store a prompt and its answer, `token_ids` `[tokens]`, that reused `plan`.
 
-        `recomputed` `[n]` are the reused positions whose KV is not what was found.
+        `recomputed` `[n]` are the reused positions whose KV has changed since.
         """
         exact_end = min(plan.first_approximate, len(token_ids))
         exact_report = self.keep(token_ids[:exact_end], arena, namespace)
@@ -138,14 +136,14 @@ class ChunkWriter:
             span = token_ids[start:end]
             report = self._keep_from(span, _from(arena, start), namespace.tainted(), start)
             found = self._manager.match_prefix(span, namespace.tainted()).matches
-            # The same words may be there from another request, with what stood around them there.
+            # An equal text of another request is no source: its KV saw other text before it.
             own = [match for match in found if match.chunk.chunk_id in report.stored_keys]
             borrows += [_moved(match, start) for match in own]
         self._keep_chain(token_ids, arena, namespace, borrows, plan, recomputed)
         return exact_report
 
     def _live_spans(self, plan: ReusePlan, start: int, end: int) -> list[tuple[int, int]]:
-        """Stretches of `[start, end)` that were computed anew and are long enough to be found again."""
+        """Spans of `[start, end)` that were computed here and are long enough to be found by content."""
         edges = [start]
         for run in plan.runs:
             edges += [max(run.start, start), max(run.end, start)]
@@ -190,5 +188,5 @@ def _from(arena: Arena, first: int) -> Callable[[int, int], Packed]:
 
 
 def _moved(match: ChunkMatch, by: int) -> ChunkMatch:
-    """A match of a part of the prompt, in the prompt's own positions."""
+    """A match in a part of the prompt that starts at `by`, in positions of the prompt."""
     return ChunkMatch(match.chunk, match.start + by, match.end + by, match.offset, approximate=True)

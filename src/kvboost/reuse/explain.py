@@ -1,6 +1,6 @@
 """What would be reused of a prompt, span by span, and why the rest would not.
 
-Built from a look-up that changes nothing. Knows how to tell it in words, not how to show it.
+Made from a look-up that changes nothing. Knows the words, not how they are shown.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _beginning(text: str, longest: int = 60) -> str:
 def explain_plan(
     plan: ReusePlan, token_ids: Sequence[int], decode: Callable[[list[int]], str], choice: str = ""
 ) -> Explanation:
-    """What `plan` would reuse of `token_ids`, in words. `choice` tells of approximate reuse."""
+    """What `plan` would reuse of `token_ids`, in words. `choice` is the sentence on approximate reuse."""
     donors = {piece.chunk.chunk_id: piece.chunk for piece in [*plan.pieces, *plan.moved_pieces]}
 
     def donor_of(key: str) -> tuple[tuple[int, int], int, bool] | None:
@@ -114,10 +114,10 @@ def explain_spans(
     divergence: tuple[int, int, int] | None,
     choice: str = "",
 ) -> Explanation:
-    """Spans in words. `choice` tells of approximate reuse.
+    """Spans in words. `choice` is the sentence on approximate reuse.
 
-    `donor_of` gives a chunk's positions and uses, and whether it is on disk only; `divergence` (at,
-    expected, got).
+    `donor_of` gives a chunk's positions, its uses, and whether it is on disk only. `divergence` is (position,
+    expected token, found token).
     """
     explained = []
     for span in spans:

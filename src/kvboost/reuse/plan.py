@@ -30,8 +30,8 @@ class ReusePlan:
     """What of a prompt of `total` tokens is reused, and why the rest is not.
 
     The first `prefix_end` tokens come from `match`, those up to `chain_end` from the approximate chain of
-    an earlier request, and `content_runs` from anywhere. In overlap mode (`lossy_from`), prefix chunks that
-    start behind that position are not exact. `refusal` says why nothing approximate was taken.
+    an earlier request, and the runs of `content` from anywhere. In overlap mode, prefix chunks that start
+    after `lossy_from` are not exact. `refusal` says why approximate reuse is not allowed.
     """
 
     total: int
@@ -50,7 +50,7 @@ class ReusePlan:
         return cut_pieces(self.match.matches, 0, self.prefix_end)
 
     def without(self, keys: set[str]) -> ReusePlan:
-        """The plan without chunks that cannot be had, and what depends on them."""
+        """The plan without the chunks `keys`, which could not be loaded, and without what depends on them."""
         if not keys:
             return self
         first = next((p.start for p in self.pieces if p.chunk.chunk_id in keys), self.prefix_end)
@@ -68,21 +68,21 @@ class ReusePlan:
 
     @property
     def chain_pieces(self) -> list[ChunkMatch]:
-        """What the chain borrows behind the prefix."""
+        """What the approximate chain borrows after the prefix."""
         return cut_pieces(self.content.chain.pieces, self.prefix_end, self.chain_end)
 
     @property
     def moved_pieces(self) -> list[ChunkMatch]:
-        """What was found by content."""
+        """The matches that were found by content."""
         return [piece for run in self.content.runs for piece in run]
 
     def is_lossy(self, piece: ChunkMatch) -> bool:
-        """Whether a prefix piece was encoded without all that stands before it."""
+        """Whether a prefix piece was computed without seeing all tokens before it."""
         return self.lossy_from is not None and piece.start > self.lossy_from
 
     @property
     def runs(self) -> tuple[ReusedRun, ...]:
-        """All that is reused, as runs; chain and moved ones are not exact."""
+        """All that is reused, as runs. Those of a chain and those found by content are not exact."""
         lossy = [piece for piece in self.pieces if self.is_lossy(piece)]
         exact_end = lossy[0].start if lossy else self.prefix_end
         runs = [ReusedRun(0, exact_end, 0, True)] if exact_end else []
@@ -94,37 +94,39 @@ class ReusePlan:
 
     @property
     def repair_runs(self) -> tuple[ReusedRun, ...]:
-        """The runs as repair sees them: a chain was repaired once and is left alone."""
+        """The runs as repair sees them: a chain was repaired in an earlier request and counts as exact."""
         chain = (self.prefix_end, self.chain_end)
         return tuple(run._replace(exact=run.exact or run[:2] == chain) for run in self.runs)
 
     @property
     def needs_repair(self) -> bool:
+        """Whether a run is neither exact nor repaired already."""
         return any(not run.exact for run in self.repair_runs)
 
     @property
     def has_moved(self) -> bool:
-        """Whether something was found by content, and not as a prefix."""
+        """Whether text was found by content."""
         return bool(self.content.runs)
 
     @property
     def first_approximate(self) -> int:
-        """Where exactness ends: all before it, reused or computed, is exact."""
+        """The first position whose KV is not exact; everything before it is, reused or computed."""
         return min((run.start for run in self.runs if not run.exact), default=self.total)
 
     @property
     def reused(self) -> int:
+        """Tokens that are reused."""
         return sum(run.end - run.start for run in self.runs)
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Stretches of the prompt that are not reused."""
+        """Half-open spans of the prompt that are not reused."""
         edges = [0, *(edge for run in self.runs for edge in (run.start, run.end)), self.total]
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
     @property
     def contiguous_end(self) -> int:
-        """How far the reused tokens reach without a gap from the start."""
+        """Where the first gap starts."""
         return max(self.prefix_end, self.chain_end)
 
     def spans(self, recomputed: np.ndarray | None = None) -> tuple[Span, ...]:
@@ -148,7 +150,7 @@ class ReusePlan:
         return tuple(self._with_live(spans))
 
     def _with_live(self, spans: list[Span]) -> Iterator[Span]:
-        """The spans with live ones in their gaps."""
+        """The spans, with live ones in the gaps between them."""
         at = 0
         for span in [*spans, Span(self.total, self.total, Origin.LIVE)]:
             if span.start > at:
@@ -164,14 +166,14 @@ class ReusePlan:
 
 
 class PrefixPart(NamedTuple):
-    """Exact pieces of a plan, and by how many slots their place differs from their position."""
+    """Exact pieces of a plan; their slots in an arena are their positions plus `shift`."""
 
     pieces: list[ChunkMatch]
     shift: int
 
     @classmethod
     def of(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PrefixPart:
-        """What `plan` has of positions `[start, end)`, of which the first goes to `slot`."""
+        """The pieces of `plan` in positions `[start, end)`, placed from `slot` on."""
         return cls(cut_pieces(plan.pieces, start, end), slot - start)
 
 
@@ -184,7 +186,7 @@ def cut_pieces(pieces: Sequence[ChunkMatch], start: int, end: int) -> list[Chunk
 
 
 def _approximate(start: int, end: int, donor: str, reason: str, again: np.ndarray) -> Iterator[Span]:
-    """Spans of `[start, end)`, recomputed or approximate as `again` `[tokens]` says."""
+    """Spans of `[start, end)`: recomputed where `again` `[tokens]` is set, else approximate."""
     changes = np.flatnonzero(np.diff(again[start:end])) + start + 1
     edges = [start, *changes.tolist(), end]
     for first, last in pairwise(edges):

@@ -1,8 +1,7 @@
 """The last request's arena, kept for the next one.
 
-A request that begins like the last one finds that part of its KV in place, and any request saves
-the cost of fresh memory. The arena never serves on its own: what may be reused is decided by the
-store, and the arena only spares the copy. Knows arenas and tokens, no store.
+A request with the same prefix finds its KV in place already, and every request saves an allocation. The
+store alone decides what may be reused; the arena only saves the copy. Knows arenas and tokens, no store.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout
 from kvboost.locks import fork_safe_lock
 
-_ROUND_TOKENS = 64  # equal alignment of every head's rows, whatever the capacity
-_HEADROOM_SHARE = 4  # beside what is asked for, a quarter more where untouched memory costs nothing
-_MEMORY_SHARE = 8  # keep an arena of at most this fraction of the device's memory
+_ROUND_TOKENS = 64  # the same memory alignment for every head, whatever the capacity
+_HEADROOM_SHARE = 4  # a quarter more than asked for, where untouched memory costs nothing
+_MEMORY_SHARE = 8  # an arena is kept if it is at most 1/8 of the device's memory
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Workspace:
         self._lock = fork_safe_lock(around_data=True)
 
     def take(self, capacity: int, namespace_key: str, token_ids: np.ndarray) -> tuple[Arena, int, int]:
-        """An arena for `capacity` tokens, and how many of `token_ids` it holds already: exact ones, any."""
+        """An arena for `capacity` tokens, and how many of `token_ids` it holds: exact ones, and any."""
         capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
         with self._lock:
             kept, self._kept = self._kept, None
@@ -57,7 +56,7 @@ class Workspace:
         return kept.arena, min(common, kept.exact_tokens), common
 
     def _new(self, capacity: int) -> Arena:
-        """A fresh arena; on a CPU with room for the next turn, so that it need not be moved then."""
+        """A new arena; on a CPU with room for the next turn, so that it need not grow then."""
         on_cpu = all(spec.device.type == "cpu" for spec in self._layout.slabs)
         headroom = capacity // _HEADROOM_SHARE // _ROUND_TOKENS * _ROUND_TOKENS if on_cpu else 0
         return Arena(self._layout, capacity + headroom)
@@ -65,9 +64,9 @@ class Workspace:
     def give_back(
         self, arena: Arena, namespace_key: str, token_ids: np.ndarray, exact_tokens: int | None = None
     ) -> None:
-        """Keep `arena` for the next request.
+        """Keep `arena`, which holds KV of `token_ids`, for the next request.
 
-        It holds KV of `token_ids`, of which the first `exact_tokens` are exact (None = all).
+        The first `exact_tokens` of them are exact (None = all).
         """
         if arena.batch != 1 or arena.nbytes > _limit_bytes(arena.slabs[0].device):
             return
