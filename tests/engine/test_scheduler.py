@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
-from kvboost.batching import batch_memory, prefill
+from kvboost.batching import batch_memory
 from kvboost.batching import scheduler as scheduler_module
 from kvboost.batching.pace import Pace
-from kvboost.batching.radix_tree import Node, RadixTree
 from kvboost.batching.scheduler import Scheduler
-from kvboost.batching.slot_pool import SlotPool
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError
 from kvboost.kernels import packed
@@ -220,33 +218,6 @@ def test_newcomers_cannot_keep_others_from_their_turn(make_engine: MakeEngine) -
     assert long.tokens == wanted
 
 
-def test_the_shortest_of_every_tenant_comes_first() -> None:
-    needs = [
-        prefill.Need(500, 500, "eve"),
-        *(prefill.Need(5, 5, "eve") for _ in range(8)),
-        prefill.Need(20, 20, "ann"),
-    ]
-    assert prefill.shares(64, needs) == [32, 5, 5, 2, 0, 0, 0, 0, 0, 20]
-
-
-@pytest.mark.parametrize(
-    ("budget", "needs", "shares"),
-    [
-        (64, [], []),
-        (64, [(30, 30)], [30]),
-        (64, [(500, 500)], [64]),
-        (64, [(500, 500), (10, 10)], [54, 10]),
-        (64, [(500, 500), (60, 200), (20, 20)], [32, 12, 20]),
-        (64, [(10, 500), (60, 60), (60, 90)], [10, 54, 0]),
-        (1, [(5, 5), (3, 3)], [1, 0]),
-        (0, [(5, 5)], [0]),
-    ],
-)
-def test_shares_of_a_step(budget: int, needs: list[tuple[int, int]], shares: list[int]) -> None:
-    """Half for who came first, and then the shortest; nothing is left while somebody needs it."""
-    assert prefill.shares(budget, [prefill.Need(*each) for each in needs]) == shares
-
-
 def test_short_prompts_pass_a_long_one(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "budget", lambda *_: 32)
     engine = make_engine()
@@ -435,26 +406,6 @@ def test_a_failing_step_fails_those_in_it(make_engine: MakeEngine, monkeypatch: 
     assert two.tokens == wanted
 
 
-def test_long_prompts_go_in_blocks() -> None:
-    """With tokens to come on time, a step takes as many prompt tokens as it can bear."""
-    pace = Pace(on_gpu=False)
-    assert pace.budget(0, 1) == 256  # nothing is known yet
-    assert pace.budget(3, 1) + 3 == 256
-    pace.record(0.1, 3, 0)
-    pace.record(1.0, 0, 250)
-    assert pace.budget(0, 1) == 256
-    assert pace.budget(3, 1) + 3 == 128  # (6 - 1) x 0.1 s at 4 ms per token, and few sizes of steps
-    assert pace.budget(3, 5) + 3 == 192  # more wait for their first token
-    assert pace.budget(4, 30) + 4 == 256
-    for _ in range(31):
-        pace.record(1.1, 3, 10)  # attention grows with the text
-    assert pace.budget(3, 1) == 16
-    pace.record(1.1, 3, 10)
-    assert pace.budget(3, 1) == 0  # a step by itself is timed again
-    pace.record(0.5, 3, 0)
-    assert pace.budget(3, 1) > 16
-
-
 def test_a_failed_placement_leaves_nothing_behind(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,105 +465,3 @@ def test_text_whose_computing_request_left_is_not_called_cached(make_engine: Mak
     assert result.cached_tokens == 0
     assert [(span.start, span.end, span.origin) for span in result.spans] == [(0, 212, Origin.LIVE)]
     assert result.token_ids == expected(engine, shared + random_ids(12, 3), 4)
-
-
-def test_prompts_go_on_however_many_decode() -> None:
-    """Rounding leaves some prompt tokens to every step, and now and then a step is timed without any."""
-    pace = Pace(on_gpu=False)
-    pace.record(0.1, 1, 0)
-    pace.record(1.0, 0, 40)
-    for decoding in range(1, 200):
-        assert pace.budget(decoding, 1) >= 16
-    slow = Pace(on_gpu=False)
-    slow.record(0.01, 1, 0)  # one short sequence
-    slow.record(0.5, 0, 250)
-    blocks = []
-    for _ in range(200):
-        block = slow.budget(31, 1)
-        blocks.append(block)
-        slow.record(0.2 + 0.002 * block, 31, block)  # in truth 31 long sequences take 200 ms
-    assert blocks.count(0) >= 4
-    assert max(blocks[150:]) == 225, "6 x 0.2 s allow 500 tokens; 256 is the most"
-
-
-class TestSlots:
-    def test_pool(self) -> None:
-        pool = SlotPool(10, 30)
-        assert pool.take(5) == [(10, 15)]
-        assert pool.take(5) == [(15, 20)]
-        pool.give(10, 15)
-        assert pool.take(12) == [(20, 30), (10, 12)]
-        assert pool.free == 3
-        with pytest.raises(ValueError, match="4 slots are wanted, 3 are free"):
-            pool.take(4)
-        for start, end in [(15, 20), (10, 12), (20, 30)]:
-            pool.give(start, end)
-        assert pool._ranges == [(10, 30)]
-
-    def test_the_oldest_goes_first(self) -> None:
-        radix_tree = RadixTree(SlotPool(0, 100))
-        for seed in (1, 2, 3):
-            node, there = radix_tree.enter("a", np.array(random_ids(30, seed)))
-            assert there == 0
-            node.segment.length = 30
-            radix_tree.leave(node)
-        assert radix_tree.find("a", np.array(random_ids(30, 1))).at == 30
-        node, _ = radix_tree.enter("a", np.array(random_ids(30, 1)))  # used again
-        radix_tree.leave(node)
-        radix_tree.take(30)
-        found = [radix_tree.find("a", np.array(random_ids(30, seed))).at for seed in (1, 2, 3)]
-        assert found == [30, 0, 30]
-
-    def test_namespaces_without_text_are_forgotten(self) -> None:
-        """Clients choose salts: a thousand of them leave nothing behind but the text that fits."""
-        radix_tree = RadixTree(SlotPool(0, 400))
-        for number in range(1_000):
-            node, _ = radix_tree.enter(f"salt {number}", np.arange(40))
-            for each in node.path:
-                each.segment.length = each.segment.capacity
-            radix_tree.leave(node)
-            assert len(radix_tree._roots) <= 10
-        assert radix_tree.tokens == 400
-        empty, at = radix_tree.enter("nothing", np.arange(0))
-        assert (len(empty.tokens), at) == (0, 0)
-        radix_tree.leave(empty)
-        assert "nothing" not in radix_tree._roots
-        radix_tree.clear()
-        assert radix_tree.pool._ranges == [(0, 400)]
-
-    def test_the_last_text_of_a_namespace_makes_room_for_its_next(self) -> None:
-        radix_tree = RadixTree(SlotPool(0, 50))
-        for seed in (0, 100, 200):
-            node, _ = radix_tree.enter("a", np.arange(40) + seed)
-            for each in node.path:
-                each.segment.length = each.segment.capacity
-            radix_tree.leave(node)
-            assert radix_tree.find("a", np.arange(40) + seed).at == 40
-
-    def test_new_text_lies_in_few_pieces(self) -> None:
-        """Prompts of all lengths come and go for long, and paths do not fall to pieces."""
-        draw = random.Random(1)
-        make = np.random.default_rng(1)
-        radix_tree = RadixTree(SlotPool(0, 8_000))
-        texts = [make.integers(0, 9_999, draw.randint(100, 400)) for _ in range(10)]
-        living: list[Node] = []
-        pieces = []
-        for number in range(1_500):
-            tokens = make.integers(0, 9_999, draw.randint(5, 400))
-            if draw.random() < 0.6:
-                tokens = np.concatenate([draw.choice(texts), tokens[:100]])
-            while len(living) >= 8 or (living and _lacks_room(radix_tree, tokens)):
-                radix_tree.leave(living.pop(draw.randrange(len(living))))
-            node, _ = radix_tree.enter("a", tokens)
-            for each in node.path:
-                each.segment.length = each.segment.capacity
-            living.append(node)
-            if number > 1_000:
-                pieces.append(len(node.path))
-        assert np.mean(pieces) < 6, "26 without"
-        assert max(pieces) <= 12
-
-
-def _lacks_room(radix_tree: RadixTree, tokens: np.ndarray) -> bool:
-    needed, there = radix_tree.room_for("a", tokens, 0)
-    return needed > there

@@ -147,7 +147,7 @@ def test_names_of_bytes() -> None:
     assert names.name_of(byte_ids(b" ")[0]) == " "
     assert names.name_of(byte_ids(b"\xe6")[0]) == "bytes:\\xe6"
     assert names.name_of(2) == "</s>"
-    assert names.bytes_of(300) == b""  # more rows than tokens
+    assert names.bytes_of(300) == b""  # the model has more embeddings than the tokenizer has tokens
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Around every request: one line in the log, one count, and an answer even where the server fails.
 
-Knows ASGI and statuses. What a request was about it only knows as numbers, from the note that is filled in
-while the request is served; prompts are logged elsewhere, and only on demand.
+Knows ASGI and statuses. It knows only numbers of a request, from the note that is filled in while
+the request is served; prompts are logged elsewhere, and only on demand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Note:
     usage: Usage | None = None
     caller: str = ""
     user: str | None = None
-    error: str = ""  # one that came after the answer had begun
+    error: str = ""  # one that came after the response had begun
 
 
 class AccessLog:
@@ -71,12 +71,12 @@ class AccessLog:
         except Exception as error:
             _logger.exception("a request to %s failed", _route_of(scope))
             if note.status:
-                raise  # the answer has begun, and can only be cut off
+                raise  # the response has begun, and can only be cut off
             await as_api_error(error).response()(scope, receive, send)
 
 
 def note_failure(told: ApiError, error: Exception) -> None:
-    """Write down why a request failed, where that is the server's fault."""
+    """Log why a request failed, where that is the server's fault."""
     if told.status == HTTPStatus.INTERNAL_SERVER_ERROR:
         _logger.error("a request failed", exc_info=error)
 

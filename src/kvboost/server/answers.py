@@ -71,7 +71,7 @@ class Reuse(Answer):
 
     @classmethod
     def of(cls, result: GenerationResult, told: Callable[[str], str]) -> Reuse:
-        """Of a result, with reasons as `told` to the caller."""
+        """Of a result; `told` turns a reason into what the caller may see."""
         return cls(
             ttft_ms=result.ttft_ms,
             total_ms=result.total_ms,
@@ -89,7 +89,7 @@ class Reuse(Answer):
 
 
 class TopLogprob(Answer):
-    """A token that could have come."""
+    """One of the likeliest tokens at a position."""
 
     token: str
     logprob: float
@@ -97,7 +97,7 @@ class TopLogprob(Answer):
 
 
 class ChatLogprob(TopLogprob):
-    """A token that came."""
+    """A generated token."""
 
     top_logprobs: list[TopLogprob]
 
@@ -146,7 +146,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(Answer):
-    """A part of an answer in a chat, as it comes."""
+    """A chunk of an answer in a chat."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -178,7 +178,7 @@ class TextChoice(Answer):
 
 
 class TextCompletion(Answer):
-    """A completion, or a part of one as it comes: then `usage` and `kvboost` are in the last part only."""
+    """A completion, or a chunk of one: then `usage` and `kvboost` are in the last chunk only."""
 
     id: str
     object: Literal["text_completion"]
@@ -210,7 +210,7 @@ class Status(Answer):
 
 
 class WorkerBody(Answer):
-    """Requests by what became of them, and those that wait and run now."""
+    """Requests by how they ended, and those that wait and run now."""
 
     waiting: int
     running: int
@@ -246,7 +246,7 @@ class RecentRequest(Answer):
 
 
 class RequestsBody(Answer):
-    """`hit_share` is cached by all prompt tokens; `recent` has the newest last."""
+    """`hit_share` is the share of prompt tokens that came from the cache; `recent` has the newest last."""
 
     count: int
     hit_share: float
@@ -304,6 +304,6 @@ class PinBody(Answer):
 
 
 class ClearBody(Answer):
-    """How many chunks are left, since they are pinned or in use."""
+    """How many chunks are left because they are pinned or in use."""
 
     chunks: int

@@ -1,4 +1,4 @@
-"""The application: routes, errors, and what goes around every request.
+"""The application: routes, errors, and middleware.
 
 `create_app` joins the parts. Knows FastAPI, and no model.
 """
@@ -93,7 +93,7 @@ def _needs_key(path: str, settings: ServerSettings) -> bool:
 
 
 def _openapi(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
-    """FastAPI's document, with the bodies that are read by hand, and without errors that never come."""
+    """FastAPI's document, with the bodies that are read by hand, and without errors that cannot occur."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes

@@ -1,4 +1,4 @@
-"""Who asks: API keys, the admin key, and whose cached text a request may see.
+"""Authentication: API keys, the admin key, and whose cached text a request may see.
 
 Knows keys and salts, no route and no cache.
 """
@@ -18,7 +18,7 @@ _ASK = {"WWW-Authenticate": "Bearer"}
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request. `name` is for queues and logs and tells nothing of the key.
+    """Who sent a request. `name` is for queues and logs and reveals nothing of the key.
 
     `is_admin`: it may see and change everything. `is_alone`: what is cached under its salt is its own.
     """
@@ -30,12 +30,12 @@ class Caller:
 
     @property
     def sees_tokens(self) -> bool:
-        """Whether it may be told tokens of the cached text that its prompt comes near to."""
+        """Whether it may see tokens of cached text that its prompt only partly matches."""
         return self.is_admin or self.is_alone
 
 
 class Gate:
-    """Lets callers in by their keys. All keys are looked at, each in constant time."""
+    """Finds the caller by its key. Compares with all keys, each in constant time."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._keys = [(_digest(each.key), number, each) for number, each in enumerate(settings.api_keys, 1)]
@@ -43,7 +43,7 @@ class Gate:
         self._salts = Counter(each.salt for each in settings.api_keys)
 
     def caller(self, given: str | None, address: str) -> Caller:
-        """Who uses the key `given`, or nobody in particular where there are no keys."""
+        """The caller with the key `given`; an anonymous one where the server has no keys."""
         digest = _digest(given or "")
         is_admin = self._admin is not None and hmac.compare_digest(digest, self._admin)
         found: tuple[int, ApiKey] | None = None
@@ -79,7 +79,7 @@ class Gate:
         raise ApiError(401, "this route needs the admin key", code="admin_key_required", headers=_ASK)
 
     def check_clear(self, caller: Caller) -> None:
-        """For clearing everything: nobody may do that to others whose text it may not see."""
+        """For clearing everything: a caller may not clear text that it may not see."""
         self.check_admin(caller)
         if self._admin is None and len(self._salts) > 1:
             raise ApiError(
@@ -91,7 +91,7 @@ class Gate:
 
 
 def effective_salt(engine_salt: str, key_salt: str, request_salt: str) -> str:
-    """One salt for the pair of a key's and a request's. No two pairs give the same.
+    """One salt for a key's salt and a request's. Different pairs give different salts.
 
     With neither, it is the engine's own, so that text cached by other means is found. Any other is longer
     than the engine's own, which it contains, and its lengths say where its parts end.

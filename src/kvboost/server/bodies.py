@@ -1,7 +1,7 @@
 """Reading the body of a request: JSON only, not too long, not too slow, checked field by field.
 
-Bodies are read by hand and not by FastAPI, so that the length is bounded while they come, and parsing does
-not hold up the event loop. Hence their part of the OpenAPI document is made here too.
+Bodies are read by hand and not by FastAPI, so that their length is bounded while they arrive, and
+parsing does not block the event loop. Hence their part of the OpenAPI document is made here too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, max_bytes: int, reading: Reading) -> bytes:
-    """The bytes of the body, as long as `reading` may take."""
+    """The bytes of the body; ends when the time of `reading` is up."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a page from elsewhere cannot send this without being asked first
+    if kind != "application/json":  # a browser sends this for a foreign page only after a preflight request
         raise ApiError(415, "send JSON, with the header Content-Type: application/json", code="not_json")
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -53,7 +53,7 @@ def _too_long(max_bytes: int) -> ApiError:
 
 
 def parse(kind: type[B], raw: bytes, max_messages: int = MAX_MESSAGES) -> B:
-    """The body as `kind`; what is wrong with it is told by field."""
+    """The body as `kind`; errors name the field."""
     try:
         return kind.model_validate_json(raw, context={"max_messages": max_messages})
     except ValidationError as error:

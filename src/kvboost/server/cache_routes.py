@@ -1,6 +1,6 @@
 """/v1/cache/...: what is cached, what would be reused, and changing it.
 
-Looking things up runs in threads beside the model; what must not happen during a step, in the worker's.
+Lookups run in threads beside the model; what must not happen during a step runs in the worker's thread.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def warm(request: Request, service: TheService, caller: AnyCaller, note: T
 
 
 async def _everything_stored(service: Service) -> None:
-    """Wait until the step is over that gave the last answers: storing comes at its end."""
+    """Wait until the step that gave the last answers is over, since it stores them at its end."""
     await asyncio.wrap_future(service.worker.call(lambda: None))
 
 

@@ -33,7 +33,7 @@ from kvboost.server.writers import ChatWriter, TextWriter, Writer
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 DONE = b"[DONE]"
-_LAST_WORDS_S = 1.0  # for saying that the time is up
+_LAST_WORDS_S = 1.0  # to tell the client that the time is up
 
 
 def _answers(whole: type[Answer], chunk: type[Answer]) -> dict[int | str, dict[str, Any]]:
@@ -106,7 +106,7 @@ async def _complete(
 def _read(
     service: Service, caller: Caller, kind: type[Generation], raw: bytes, reading: Reading
 ) -> tuple[Generation, list[Draft]]:
-    """Takes time, so a thread does it."""
+    """Read the request; slow, so it runs in a thread."""
     body = parse(kind, raw, service.settings.max_messages)
     service.check_model(body.model)
     drafts = read_drafts(service, body, service.salt_of(caller, body.cache_salt), reading)
@@ -131,7 +131,7 @@ async def _whole(service: Service, answering: Answering, writer: Writer) -> Answ
 async def _events(
     service: Service, answering: Answering, writer: Writer, has_usage: bool, note: Note
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks."""
+    """The answer, chunk by chunk."""
     opened: set[int] = set()
     texts = [""] * len(answering.choices)
     through = 0
@@ -158,18 +158,18 @@ async def _events(
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    """What comes first. An error before it has a status of its own."""
+    """The first event. An error before it has a status of its own."""
     try:
         return await anext(events)
     except BaseException:
-        await events.aclose()  # which cancels what is not through
+        await events.aclose()  # which cancels what is still running
         raise
 
 
 async def _behind(
     first: bytes, events: AsyncGenerator[bytes, None], note: Note
 ) -> AsyncGenerator[bytes, None]:
-    """All that is sent. An error after the first is the last event."""
+    """All events. An error after the first one is sent as the last event."""
     try:
         yield first
         async for event in events:

@@ -1,6 +1,6 @@
 """From a request's body to its answer: what is read, queued, and how tokens become pieces of text.
 
-Both routes go this way; how pieces are written down is `writers`' business. Knows the worker and the text
+Both routes go this way; how pieces are formatted is `writers`' business. Knows the worker and the text
 layer, no HTTP.
 """
 
@@ -27,7 +27,7 @@ from kvboost.server.service import Service, told_reason
 from kvboost.server.text import Detokenizer, StopFinder
 from kvboost.server.ticket import RequestTimeoutError, Ticket
 
-_GRACE_S = 1.0  # the worker is the first to say that the time is up
+_GRACE_S = 1.0  # so that the worker is the first to end a request that is late
 _prompts = logging.getLogger("kvboost.server.prompts")
 
 
@@ -36,7 +36,7 @@ _prompts = logging.getLogger("kvboost.server.prompts")
 
 @dataclass(frozen=True)
 class Draft:
-    """One choice that is to be generated."""
+    """One choice to generate."""
 
     request: Request
     recorder: LogprobRecorder | None
@@ -109,7 +109,7 @@ class PlacedScore:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that goes out, and the scores of the tokens that begin in it."""
+    """Text to send, and the scores of the tokens that begin in it."""
 
     text: str
     scores: list[PlacedScore] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Choice:
         self._recorder = draft.recorder
         self._detokenizer = Detokenizer(service.decode)
         self._stops = StopFinder(stops)
-        self._scores: deque[PlacedScore] = deque()  # of tokens whose text is not out
+        self._scores: deque[PlacedScore] = deque()  # of tokens whose text was not sent
         self._decoded = 0  # characters
         self._sent = 0  # characters
 
@@ -133,7 +133,7 @@ class Choice:
         """The text piece by piece, up to a stop string or the end."""
         async for token in self.ticket:
             if self._stops.found:
-                continue  # came before the cancellation
+                continue  # was generated before the cancellation
             if piece := self._take(token):
                 yield piece
             if self._stops.found:
@@ -191,12 +191,12 @@ class Answering:
             self.choices.append(Choice(service, index, draft, ticket, body.stops))
 
     def cancel(self) -> None:
-        """Nobody wants what is not through yet."""
+        """Cancel the choices that are still running."""
         for choice in self.choices:
             choice.ticket.cancel()
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece | None], None]:
-        """Pieces of all choices as they come, and None where a choice is through.
+        """Pieces of all choices as they come, and None where a choice is finished.
 
         Leaving it early cancels what is not through.
         """
@@ -253,16 +253,16 @@ async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | None]
         async for piece in choice.pieces():
             queue.put_nowait((choice, piece))
         queue.put_nowait((choice, None))
-    except Exception as error:  # told where the pieces are read
+    except Exception as error:  # raised again where the pieces are read
         queue.put_nowait(error)
 
 
 def log_prompts(drafts: list[Draft]) -> None:
-    """Write the prompts down. Only where the server was told to."""
+    """Log the prompts, with `log_prompts` only."""
     for draft in drafts:
         _prompts.info("prompt: %r", draft.request.prompt.text)
 
 
 def log_answer(choice: int, text: str) -> None:
-    """Write an answer down. Only where the server was told to."""
+    """Log an answer, with `log_prompts` only."""
     _prompts.info("answer %d: %r", choice, text)

@@ -51,7 +51,7 @@ def event_of(data: bytes) -> bytes:
 
 
 async def kept_alive(events: AsyncGenerator[bytes, None], every_s: float) -> AsyncGenerator[bytes, None]:
-    """Events as they are sent, and a comment wherever none came for `every_s`: proxies cut silent streams."""
+    """Events, and a comment where none came for `every_s`: proxies cut silent streams."""
     async with aclosing(events):
         coming = asyncio.ensure_future(anext(events, None))
         try:
@@ -67,7 +67,7 @@ async def kept_alive(events: AsyncGenerator[bytes, None], every_s: float) -> Asy
                 yield event_of(data)
         finally:
             coming.cancel()
-            with anyio.CancelScope(shield=True):  # the generator can be closed only when nobody is in it
+            with anyio.CancelScope(shield=True):  # a generator that is running cannot be closed
                 await asyncio.gather(coming, return_exceptions=True)
 
 
@@ -100,12 +100,12 @@ class EventStream(Response):
                 await self._send_all(send)
             if limit.cancelled_caught:
                 self._cut_off(scope)
-                await asyncio.sleep(0)  # the connection is told
+                await asyncio.sleep(0)  # so that the connection hears of it
             group.cancel_scope.cancel()
 
     @staticmethod
     def _cut_off(scope: Scope) -> None:
-        """Drop the connection with all that is still to be sent: nobody reads it."""
+        """Drop the connection and what is still to be sent: the client does not read it."""
         note = scope["state"]["note"]
         note.error = "a client that does not read"
         note.status = CLIENT_GONE

@@ -1,6 +1,6 @@
-"""What routes ask for: the service, and who is calling. Knows FastAPI's way of handing things in.
+"""What routes ask for: the service, and who is calling. Knows FastAPI's dependencies.
 
-All of it runs in the event loop: a plain function would take a thread of the host's for each.
+All of it is async: FastAPI would run a plain function in a thread.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ async def caller_of(
     note: TheNote,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
-    """Whoever has a key, or anybody where there are none."""
+    """The caller with a valid key, or anybody where the server has no keys."""
     given = None if credentials is None else credentials.credentials
     if credentials is None and "authorization" in request.headers:
-        given = ""  # something, and no key
+        given = ""  # not a bearer token, so not a valid key
     caller = service.gate.caller(given, _address(request))
     note.caller = caller.name
     return caller
@@ -60,7 +60,7 @@ AnyCaller = Annotated[Caller, Depends(caller_of)]
 
 
 async def admin_of(service: TheService, caller: AnyCaller) -> Caller:
-    """Whoever may see and do what concerns everybody."""
+    """A caller that may see and do what concerns everybody."""
     service.gate.check_admin(caller)
     return caller
 

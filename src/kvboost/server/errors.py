@@ -1,4 +1,4 @@
-"""What goes wrong, in the form that OpenAI's clients read: a status, and {"error": {...}}.
+"""Errors, in the form that OpenAI's clients read: a status, and {"error": {...}}.
 
 The one place that knows which error is which status. Knows no route.
 """
@@ -24,7 +24,7 @@ from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingD
 _LONGEST_NAME = 100  # of a client's own field names in messages
 _LONGEST_VALUE = 40  # of a client's own values in messages
 _PLACE = re.compile(r"line (\d+) column (\d+)")
-_IN_WORDS = {  # the validator's types of errors; what is in braces comes from the error's context
+_IN_WORDS = {  # by the validator's error type; braces are filled from the error's context
     "expected": "must be {expected}",
     "literal_error": "must be one of {expected}",
     "string_type": "must be text",
@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:
-    """What a client is told of `error`; `param` is the field that was read when it came up."""
+    """What a client is told of `error`; `param` is the field that was being read."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -99,7 +99,7 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
 
 
 def _of_http(error: HTTPException) -> ApiError:
-    """Errors of the framework: no such route, or not by this method."""
+    """Errors of the framework: no such route, or a method that it does not take."""
     message = f"{error.detail}".strip().lower() or HTTPStatus(error.status_code).phrase.lower()
     if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
         message += "; there are POST /v1/chat/completions and /v1/completions, and others in /openapi.json"
@@ -144,7 +144,7 @@ def _bad_json(reason: str) -> str:
 
 
 def _got(found: Mapping[str, Any]) -> str:
-    """What came instead, as JSON and not at length."""
+    """The value that came instead, as JSON, shortened."""
     value = found["input"]
     if isinstance(value, (str, list)) and found["type"] in ("string_too_long", "too_short"):
         return f", got {len(value)}"

@@ -12,7 +12,7 @@ from kvboost.server.ticket import Ticket
 
 
 class FairQueue:
-    """Waiting requests; tenants take turns, each with its own in order, and none has more than `share`."""
+    """At most `limit` requests, at most `share` of them of one tenant."""
 
     def __init__(self, limit: int, share: int | None = None) -> None:
         self._limit = limit
@@ -26,7 +26,7 @@ class FairQueue:
 
     @property
     def tenants(self) -> Iterable[str]:
-        """Those who wait."""
+        """Tenants that have waiting requests."""
         return self._tenants.keys()
 
     def waiting(self, tenant: str) -> int:
@@ -47,7 +47,7 @@ class FairQueue:
         return [tickets[0] for tickets in self._tenants.values()]
 
     def pop(self, tenant: str) -> Ticket:
-        """Take the first request of a tenant, who goes to the end of the line."""
+        """Take the first request of a tenant; its next turn comes after all others."""
         tickets = self._tenants.pop(tenant)
         ticket = tickets.popleft()
         self._count -= 1

@@ -15,7 +15,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 EXPECTED, UNSUPPORTED, TOO_MANY = "expected", "unsupported", "too_many"
-_LISTED = 100  # errors within a field: a body can have hundreds of thousands, and listing them takes long
+_LISTED = 100  # errors within a field that are kept: a body can have hundreds of thousands
 
 
 @dataclass(frozen=True)

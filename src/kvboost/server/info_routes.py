@@ -1,4 +1,4 @@
-"""The smaller routes: the model's name, whether the server is well, metrics, and the page's files."""
+"""The smaller routes: the model's name, health, metrics, and the page's files."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ async def page_file(name: str) -> Response:
 
 @lru_cache(maxsize=1)
 def _page_files() -> dict[str, bytes]:
-    """The page's files, which are small. Kept, so that no disk and no thread is waited for."""
+    """The page's files, which are small. Kept in memory, so that no request waits for a disk or a thread."""
     return {path.name: path.read_bytes() for path in PAGE.glob("*") if path.is_file()}

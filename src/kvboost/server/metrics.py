@@ -1,6 +1,6 @@
 """What Prometheus reads at /metrics. A registry per application, so that two of them do not mix.
 
-Requests are counted as they end; the worker, the batch and the cache are asked when somebody reads.
+Requests are counted as they end; the worker, the batch and the cache are read on every scrape.
 Knows numbers, no request.
 """
 
@@ -67,12 +67,12 @@ class Metrics:
         self._completion.inc(completion_tokens)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _Now(Collector):
-    """The worker, the batch and the cache at the moment of asking."""
+    """The worker, the batch and the cache at the moment of a scrape."""
 
     def __init__(self, worker: Worker, cache_stats: Callable[[], dict[str, Any]]) -> None:
         self._worker = worker

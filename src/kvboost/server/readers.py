@@ -1,10 +1,10 @@
-"""Reading requests: a few threads that tenants share, and an end for all that takes too long.
+"""Reading requests: a few threads that tenants share, and a deadline for each request.
 
-From the first byte of its body until it is queued for the model a request is being read. A tenant has a
+A request is being read from the first byte of its body until it is queued for the model. A tenant has a
 share of the threads, of their time, of the bytes that are held meanwhile, and of the places; one that goes
-beyond it waits, or is told to come back later, and the others notice nothing. Time matters most: while one
-thread runs Python, that of the model gets hardly a turn at the interpreter. Work whose client has gone or
-whose time is up ends at its next step. Used from one event loop. Knows tenants and bytes, no request and no
+beyond it waits, or gets a 429, and the others are not affected. Time matters most: while one thread runs
+Python, the model's thread hardly gets the interpreter. Work whose client has gone or whose time is up ends
+at its next step. Used from one event loop. Knows tenants and bytes, no request and no
 model.
 """
 
@@ -27,26 +27,26 @@ from kvboost.server.ticket import ShuttingDownError
 
 T = TypeVar("T")
 THREADS = 4
-_SHARE = 2  # a tenant may have one part in so many of what there is
-_MOST_BYTES = 64_000_000  # of bodies that are held at once, or so many of the largest
+_SHARE = 2  # a tenant may use one part in so many of threads and bytes
+_MOST_BYTES = 64_000_000  # of bodies that are held at once; more where the largest allowed body needs it
 _LEAST_BODIES = 4
 _SMALL_BODY = 262_144  # bytes that a tenant may always have
 _RETRY_S = "1"
 _PACE = 0.2  # seconds of reading in every second that all tenants get together while others are served
-_AT_ONCE_S = 0.3  # of it that one can save up
-_MOST_DEBT_S = 3.0  # that one can owe
-_LOOK_S = 0.02  # how often it is looked whether a tenant may go on
-_MOST_PAUSED = 16  # requests of a tenant that has spent its time
-_LONGEST_PAUSE_S = 0.25  # the others may be gone then
-_BYTE_S = 5e-9  # that the event loop spends on a byte of a body
+_AT_ONCE_S = 0.3  # seconds that a tenant can save up
+_MOST_DEBT_S = 3.0  # seconds that a tenant can owe
+_LOOK_S = 0.02  # how often waiting tenants are checked
+_MOST_PAUSED = 16  # requests that are read at once of a tenant that has spent its time
+_LONGEST_PAUSE_S = 0.25  # after which it is checked again whether others are served
+_BYTE_S = 5e-9  # time that the event loop spends on a byte of a body
 
 
 class _StoppedError(KVBoostError):
-    """Nobody waits for this work any more."""
+    """The result of this work is not wanted any more."""
 
 
 class Reading:
-    """One request that is being read; `go_on` raises when that is to end."""
+    """One request that is being read; `go_on` raises when it must end."""
 
     def __init__(self, readers: Readers, tenant: str, until: float) -> None:
         self.tenant = tenant
@@ -63,7 +63,7 @@ class Reading:
             raise too_slow()
 
     async def hold(self, count: int) -> None:
-        """So many more bytes of its body are there; the next ones wait until the tenant may go on."""
+        """Count more bytes of its body, then wait until the tenant may go on."""
         self._readers.hold(self.tenant, count)
         self._held_bytes += count
         await self._readers.pause(self.tenant)
@@ -73,7 +73,7 @@ class Reading:
         return await self._readers.run(self, work)
 
     def end(self) -> None:
-        """Let go of all that it holds."""
+        """Give back all that it holds."""
         self._is_over.set()
         self._readers.hold(self.tenant, -self._held_bytes)
         self._held_bytes = 0
@@ -90,12 +90,12 @@ class Allowance:
     """Seconds that tenants may spend: shares of `_PACE` in every second, and some that were saved up."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # of those who spent some: seconds, and when that was
+        self._left: dict[str, tuple[float, float]] = {}  # by tenant: seconds left, and when that was
         self._looked_at = 0.0
 
     @property
     def pace(self) -> float:
-        """Seconds that each of those who spend gets in a second."""
+        """Seconds that each spending tenant gets in a second."""
         return _PACE / max(1, len(self._left))
 
     def left(self, tenant: str) -> float:
@@ -103,7 +103,7 @@ class Allowance:
         return min(_AT_ONCE_S, seconds + self.pace * (time.monotonic() - then))
 
     def spend(self, tenant: str, seconds: float, *, is_alone: bool) -> None:
-        """Book what was spent; with nobody else to be served, nothing is owed for it."""
+        """Count what was spent; free where no other tenant is served."""
         now, left = time.monotonic(), self.left(tenant)
         least = min(left, 0.0) if is_alone else -_MOST_DEBT_S
         self._left[tenant] = max(least, left - seconds), now
@@ -114,7 +114,7 @@ class Allowance:
 
 
 class Readers:
-    """The threads, and who may use them."""
+    """The threads, and which tenant may use them."""
 
     def __init__(
         self, max_reading: int, max_body_bytes: int, served: Callable[[], set[str]] = lambda: set()
@@ -150,7 +150,7 @@ class Readers:
             _take(self._reading, tenant, 1)
 
     def hold(self, tenant: str, count: int) -> None:
-        """Book bytes; refused where the tenant, or all together, would have too many."""
+        """Count bytes; refused where the tenant, or all together, would hold too many."""
         mine, all_of_them = self._bytes[tenant] + count, self._bytes.total() + count
         is_over = mine > self._max_bytes // _SHARE or all_of_them > self._max_bytes
         if count > 0 and is_over and mine > _SMALL_BODY:
@@ -166,7 +166,7 @@ class Readers:
             await asyncio.sleep(min(max(owed_s, _LOOK_S), _LONGEST_PAUSE_S))
 
     async def run(self, reading: Reading, work: Callable[[], T]) -> T:
-        """What `work` gives. Whoever waits for it may be cancelled: then it ends at its next step."""
+        """The result of `work`. Where the waiting task is cancelled, the work ends at its next step."""
         loop = asyncio.get_running_loop()
         job = _Job(reading, work, loop.create_future())
         self._waiting.setdefault(reading.tenant, deque()).append(job)
@@ -182,7 +182,7 @@ class Readers:
                 reading.end()
 
     def _drop(self, job: _Job) -> None:
-        """Take a job out of the line, with the body that it keeps."""
+        """Take a job out of the queue, with the body that it holds."""
         jobs = self._waiting.get(job.reading.tenant)
         if jobs is not None and job in jobs:
             jobs.remove(job)
@@ -210,7 +210,7 @@ class Readers:
             _fail(job.answer, ShuttingDownError("the server is shutting down"))
 
     def _next(self) -> _Job | None:
-        """The job whose turn it is; jobs that nobody waits for are dropped."""
+        """The job whose turn it is; jobs whose result is not wanted are dropped."""
         for tenant, jobs in list(self._waiting.items()):
             while jobs and jobs[0].answer.done():
                 jobs.popleft()
@@ -221,12 +221,12 @@ class Readers:
             if jobs:
                 job = jobs.popleft()
                 if jobs:
-                    self._waiting[tenant] = jobs  # to the end of the line
+                    self._waiting[tenant] = jobs  # to the end of the queue
                 return job
         return None
 
     def _has_time(self, tenant: str) -> bool:
-        """Whether a tenant may go on reading; where nobody else is served it may always."""
+        """Whether a tenant may go on reading; always where no other tenant is served."""
         return self._allowance.left(tenant) > 0 or self._is_alone(tenant)
 
     def _is_alone(self, tenant: str) -> bool:
@@ -239,20 +239,20 @@ class Readers:
         self._dispatch()
 
     def close(self) -> None:
-        """Take no more work; what runs ends by itself, what waits is told. From any thread."""
+        """Take no more work; what runs ends by itself, what waits fails. From any thread."""
         self._is_closed.set()
         self._pool.shutdown(wait=False)
 
 
 def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[str, float], None]) -> None:
-    """In a thread."""
+    """Do a job, in a thread."""
     started = time.thread_time()
     found: Any = None
     error: BaseException | None = None
     try:
         job.reading.go_on()
         found = job.work()
-    except BaseException as raised:  # whatever it is, whoever waits is to know
+    except BaseException as raised:  # whatever it is, the waiting task must get it
         error = raised
 
     def settle(seconds: float) -> None:
@@ -267,7 +267,7 @@ def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[str, f
     try:
         loop.call_soon_threadsafe(settle, time.thread_time() - started)
     except RuntimeError:
-        return  # the loop is closed, and nobody waits
+        return  # the event loop is closed, so nothing waits
 
 
 def _has_result(answer: asyncio.Future[Any]) -> bool:
@@ -276,12 +276,12 @@ def _has_result(answer: asyncio.Future[Any]) -> bool:
 
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     if not answer.done():
-        is_odd = isinstance(error, StopIteration)  # which no future takes
+        is_odd = isinstance(error, StopIteration)  # a future cannot hold it
         answer.set_exception(RuntimeError(str(error)) if is_odd else error)
 
 
 def _take(counts: Counter[str], name: str, count: int) -> None:
-    """Count less, and forget names that have nothing."""
+    """Subtract from a counter, and drop names that reach zero."""
     counts[name] -= count
     if counts[name] <= 0:
         del counts[name]
@@ -297,5 +297,5 @@ def _refusal(what: str) -> ApiError:
 
 
 def too_slow() -> ApiError:
-    """It took too long to read a request."""
+    """The error where reading a request took too long."""
     return ApiError(408, "reading the request took too long: send less, or try again later", code="timeout")

@@ -1,4 +1,4 @@
-"""Running an application: the socket, signals, and an end that loses no finished answer.
+"""Running an application: the socket, signals, and a shutdown that loses no finished answer.
 
 On the first SIGTERM or SIGINT new requests get a 503 while those that run are finished; then the socket is
 closed. A second signal gives up what runs. Knows uvicorn, and no command line.
@@ -24,11 +24,11 @@ from kvboost.server.connection import ABORT
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
 
-_SENDING_S = 10  # for clients that are slow to read the end of their answers
+_SENDING_S = 10  # at shutdown, for clients that are slow to read the rest of their answers
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket at this address, which nobody can connect to yet."""
+    """A socket bound to this address, not listening yet."""
     sock: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -54,7 +54,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Config(uvicorn.Config):
-    """Uvicorn's options, and how long a client may take to say what it wants, and to read what is sent."""
+    """Uvicorn's options, and how long a client may take to send its headers and to read what is sent."""
 
     header_timeout_s = 30.0
     unread_timeout_s = 600.0
@@ -85,7 +85,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The system takes no more of an answer."""
+        """The socket's buffer is full: the client does not read."""
         super().pause_writing()
         if self._not_read is None:
             self._not_read = self.loop.call_later(self.config.unread_timeout_s, self.transport.abort)
@@ -113,7 +113,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, ending in the order that this server needs."""
+    """Uvicorn, with a shutdown in the order that this server needs."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """A signal: begin to end, or hurry."""
+        """A signal: begin the shutdown, or end at once."""
         self.stop()
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
         if self._loop is None:
             self.should_exit = True
         else:
-            with suppress(RuntimeError):  # the loop is closed: it has ended already
+            with suppress(RuntimeError):  # the event loop is closed: it has ended already
                 self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def _begin_to_end(self) -> None:

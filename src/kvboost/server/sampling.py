@@ -15,12 +15,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from kvboost.requests.request import Arguments
 
-LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is taken
+LEAST_TEMPERATURE = 1e-5  # below it, decoding is greedy
 _LEAST_TOP_P = 1e-6
 _MAX_SEED = 2**63
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
-# What a model's generation_config may narrow sampling by. A request says what it wants. Numbers that change
-# nothing, since None would let the model's own in again.
+# Neutral values for what a model's generation_config may narrow sampling by: only the request decides. None
+# would mean the model's own value.
 _NEUTRAL: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
@@ -104,7 +104,7 @@ def _finite(logprob: float) -> float:
 
 
 class RepeatPenalties(LogitsProcessor):
-    """Takes from each token what it was generated before: `frequency` each time, `presence` once."""
+    """Lowers the scores of tokens that were generated before: by `frequency` each time, `presence` once."""
 
     def __init__(self, prompt_tokens: int, frequency: float, presence: float) -> None:
         self._seen = prompt_tokens  # the prompt's own tokens do not count

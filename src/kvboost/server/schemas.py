@@ -1,6 +1,6 @@
 """The bodies of requests, field by field, and of errors. What is not named here is refused.
 
-Knows what a field may hold; what it means is told elsewhere. `null` is as good as leaving a field out.
+Knows what a field may hold; what it means is decided elsewhere. `null` means the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEEDS = 2**63
 
 
 class Body(BaseModel):
-    """A JSON object with known fields only, and values as they are: "1" is no number."""
+    """A JSON object with known fields only, and without conversions: "1" is not a number."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -55,7 +55,7 @@ def _as_bool(value: Any) -> bool:
 
 
 def _not_too_many(messages: Any, info: ValidationInfo) -> Any:
-    """Refuse too many messages and parts of them before any is looked at, which would hold others up."""
+    """Refuse too many messages and parts before any is validated, which would block the event loop."""
     if not isinstance(messages, list):
         return messages
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
@@ -124,7 +124,7 @@ class StreamOptions(Body):
 
 
 class TextFormat(Body):
-    """Plain text is what there is."""
+    """Plain text only."""
 
     type: Annotated[Literal["text"], Refused("structured output is not supported")]
 
@@ -252,7 +252,7 @@ class Generation(Neutral):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside the chosen one; None = nothing is told."""
+        """How many of the likeliest tokens are sent beside the chosen one; None = no log-probabilities."""
         raise NotImplementedError
 
     @property

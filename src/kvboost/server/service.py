@@ -35,9 +35,9 @@ from kvboost.store.miss_reasons import without_tokens
 FINGERPRINT = f"kvboost-{__version__}"
 T = TypeVar("T")
 _RECENT = 200
-_LEAST_READING = 16  # requests that a tenant may have being read, however few may wait
-_LOOKERS = 2  # threads for those who want to see numbers
-_CHARACTERS_PER_TOKEN = 16  # that no prompt has on average, but runs of spaces
+_LEAST_READING = 16  # requests of a tenant that may be read at once, however few may wait
+_LOOKERS = 2  # threads for statistics
+_CHARACTERS_PER_TOKEN = 16  # more than any prompt has on average, except runs of spaces
 
 
 class Service:
@@ -67,7 +67,7 @@ class Service:
         self._batch_slots = 0 if scheduler is None else scheduler.radix_tree.pool.free
         self.metrics = Metrics(self.worker, engine.cache_stats)
         self.created = int(time.time())
-        # Tokenizers are not made for several threads: the event loop, which decodes, has its own.
+        # Tokenizers are not thread-safe: the event loop, which decodes, has its own.
         self._tokenizer = copy.deepcopy(engine.tokenizer)
         self.names = TokenNames(self._tokenizer)
         self._started = time.monotonic()
@@ -97,7 +97,7 @@ class Service:
         warming: bool = False,
         is_only_looked_up: bool = False,
     ) -> list[int]:
-        """The token ids of a prompt, which stands in `field`; what is too long for certain is refused."""
+        """The token ids of a prompt, given in `field`; refuses what is certainly too long."""
         reading.go_on()
         self._check_size(prompt, field)
         most = self.engine.max_positions if is_only_looked_up else self.max_prompt_tokens
@@ -131,7 +131,7 @@ class Service:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def salt_of(self, caller: Caller, request_salt: str | None, key_salt: str | None = None) -> str:
-        """Whose cached text a request may see; only an admin may speak for a key's salt."""
+        """Whose cached text a request may see; only the admin may name a key's salt."""
         if key_salt is not None and not caller.is_admin:
             raise ApiError(403, "key_salt needs the admin key", param="key_salt", code="admin_key_required")
         own = caller.salt if key_salt is None else key_salt
@@ -165,7 +165,7 @@ class Service:
             raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
 
     def count_answer(self, result: GenerationResult, prompt: int, cached: int, completion: int) -> None:
-        """Book a completion whose first choice is `result`."""
+        """Count a completion whose first choice is `result`."""
         self.metrics.count_answer(
             ttft_s=result.ttft_ms / 1e3,
             total_s=result.total_ms / 1e3,
@@ -190,13 +190,13 @@ class Service:
     # --- what is going on --------------------------------------------------------------------
 
     async def look(self, question: Callable[[], T]) -> T:
-        """What `question` says, asked in a thread that no request can keep busy."""
+        """The result of `question`, run in a thread that no request can keep busy."""
         return await to_thread.run_sync(question, limiter=self._looking)
 
     def stats(self, chunks: int, with_texts: bool) -> CacheStats:
         """Numbers of this moment, with the `chunks` most used chunks. From any thread.
 
-        Their texts are told only where the server was told to (`log_prompts`), and `with_texts`.
+        Their texts are included only with both `log_prompts` and `with_texts`.
         """
         found = CacheStats(
             model=self.settings.model_name,
@@ -246,7 +246,7 @@ class Service:
 
 
 def told_reason(reason: str, caller: Caller) -> str:
-    """Why a token was not found, as `caller` may know it: what others wrote there is their business."""
+    """Why a token was not found, without tokens of others' text where `caller` may not see them."""
     return reason if caller.sees_tokens else without_tokens(reason)
 
 

@@ -1,7 +1,7 @@
-"""What a browser may send on behalf of web pages from elsewhere: nothing, unless they were let in.
+"""Requests that a browser sends for web pages of other origins: refused, unless the origin is allowed.
 
 A page can make its visitor's browser send requests to this machine, and a host name of its own point here.
-Programs other than browsers are not concerned. Knows headers, no route.
+Programs other than browsers are not affected. Knows headers, no route.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class SiteGuard:
         return None
 
     def _is_known(self, name: str) -> bool:
-        """Whether no stranger can have made `name` point here."""
+        """Whether no outsider can have made `name` point here."""
         if name in self._hosts or "." not in name or name.endswith(_LOCAL_ENDINGS):
             return True
         return _is_address(name)
 
 
 def is_foreign(headers: Headers, let_in: Sequence[str]) -> bool:
-    """Whether a browser sends this for a page of another origin that was not let in."""
+    """Whether a browser sends this for a page of an origin that is not allowed."""
     origin = headers.get("origin")
     if "*" in let_in or (origin is not None and origin in let_in):
         return False

@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one: whole characters only, stop strings, the bytes of a token.
+"""Detokenizing token by token: whole characters only, stop strings, the bytes of a token.
 
 Every step costs the same, however long the answer is. Knows a tokenizer's `decode`, no request.
 """
@@ -29,12 +29,12 @@ class Detokenizer:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._before: list[int] = []  # their text is out, as a whole
+        self._before: list[int] = []  # tokens whose text was given out
         self._before_text = ""
         self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
-        """What can be said for certain with this token, which may be nothing yet."""
+        """The text that is certain with this token, which may be empty."""
         self._waiting.append(token)
         text = self._decode(self._before + self._waiting)
         if text.endswith(_INCOMPLETE):
@@ -42,18 +42,18 @@ class Detokenizer:
         return self._give_out(text, len(self._waiting))
 
     def end(self) -> str:
-        """The rest, with a mark in the place of half a character."""
+        """The rest, with U+FFFD in place of half a character."""
         return self._give_out(self._decode(self._before + self._waiting), len(self._waiting))
 
     def _give_out(self, text: str, count: int) -> str:
-        """Take the first `count` waiting tokens as said, where `text` is theirs behind those before."""
+        """Give out the first `count` waiting tokens, whose text behind those before is `text`."""
         tokens, self._waiting = self._waiting[:count], self._waiting[count:]
-        goes_on = text.startswith(self._before_text)  # else the decoder takes back what it said
+        goes_on = text.startswith(self._before_text)  # otherwise the decoder has changed its earlier text
         new = text[len(self._before_text) :] if goes_on else self._decode(tokens)
         if new or len(self._before) + len(tokens) > _GIVE_UP:
             self._before = tokens
             self._before_text = self._decode(tokens)
-        else:  # they say nothing by themselves, and would not shield the next from being the first
+        else:  # they have no text, and the next one would be decoded as if it came first
             self._before = self._before + tokens
             self._before_text = text
         return new
@@ -72,7 +72,7 @@ class Detokenizer:
 
 
 class StopFinder:
-    """Lets text through up to the first stop string, and keeps back what may become one.
+    """Lets text through up to the first stop string, and holds back what may become one.
 
     What it does depends on the text only, not on the pieces that it comes in.
     """
@@ -84,7 +84,7 @@ class StopFinder:
         self.found = False
 
     def add(self, text: str) -> str:
-        """The part of the text so far that can go out now."""
+        """The part of the text so far that can be sent now."""
         if not self._stops or self.found:
             return "" if self.found else text
         said = self._held + text
@@ -98,7 +98,7 @@ class StopFinder:
         return said[:keep]
 
     def end(self) -> str:
-        """What was kept back and is no stop string after all."""
+        """What was held back and is not a stop string after all."""
         held, self._held = self._held, ""
         return held
 
@@ -129,7 +129,7 @@ def _fallbacks(stop: str) -> list[int]:
 
 
 class TokenNames:
-    """How single tokens are shown: their bytes, and a text that is one even for half a character."""
+    """How single tokens are shown: their bytes, and a text even where they are half a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -148,7 +148,7 @@ class TokenNames:
 
     def _bytes_of(self, token: int) -> bytes:
         spelled = self._tokenizer.convert_ids_to_tokens(token)
-        if spelled is None:  # the model has more rows than the tokenizer has tokens
+        if spelled is None:  # the model has more embeddings than the tokenizer has tokens
             return b""
         alone = str(self._tokenizer.decode([token]))
         if all(character in self._byte_of for character in spelled):
@@ -157,7 +157,7 @@ class TokenNames:
                 return raw
         if byte := _BYTE_TOKEN.fullmatch(spelled):
             return bytes([int(byte[1], 16)])
-        twice = str(self._tokenizer.decode([token, token]))  # the first of a text may lose its space
+        twice = str(self._tokenizer.decode([token, token]))  # the first token of a text may lose its space
         if twice.startswith(alone) and len(twice) > 2 * len(alone):
             return twice[len(alone) :].encode()
         return alone.encode()

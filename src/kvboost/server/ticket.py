@@ -30,24 +30,24 @@ class RequestTimeoutError(KVBoostError):
 
 
 class ShuttingDownError(KVBoostError):
-    """The server ends, and this request was not answered."""
+    """The server shuts down, and this request was not answered."""
 
 
 class Ticket:
-    """An answer on its way: iterate for its tokens; then `result` is there. `cancel` frees its place.
+    """An answer on its way: iterate for its tokens, then read `result`. `cancel` frees its place.
 
     Made in the event loop that reads it.
     """
 
     def __init__(self, request: Request, tenant: str, deadline: float | None, answers: bool) -> None:
         self.request = request
-        self.has_enough = False  # the reader wants no more of it, and it counts as answered
+        self.has_enough = False  # the client has enough of it, and it counts as answered
         self.tenant = tenant
         self.deadline = deadline  # of time.monotonic()
         self.answers = answers
         self.submitted_at = time.monotonic()
         self.sequence: Sequence | None = None
-        self.blocked_at: float | None = None  # since when it is its turn, and there is no room
+        self.blocked_at: float | None = None  # since when it is first in turn, without room for it
         self.has_passed = False
         self._loop = asyncio.get_running_loop()
         self._tokens: asyncio.Queue[int | None] = asyncio.Queue()
@@ -56,12 +56,12 @@ class Ticket:
         self.is_over = False
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more. It can be called twice, from any thread, and too late."""
+        """Stop: the answer is not wanted any more. It can be called twice, from any thread, and too late."""
         if not self.is_over:
             self.request.watch.cancelled.set()
 
     def end(self) -> None:
-        """The reader has all that it wants: the answer ends here."""
+        """End the answer here: the client has all that it wants."""
         self.has_enough = True
         self.cancel()
 
@@ -81,7 +81,7 @@ class Ticket:
 
     @property
     def result(self) -> GenerationResult:
-        """The whole answer, once the tokens are through."""
+        """The whole answer, after its last token."""
         assert self._result is not None
         return self._result
 

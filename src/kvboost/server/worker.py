@@ -117,7 +117,7 @@ class Worker:
             raise QueueFullError(own if is_own else len(self._queue), self._retry_after_s(), own=is_own)
 
     def _may_wait(self, tenant: str) -> bool:
-        """Whether a tenant has room in the queue; one of several that has nothing there always has."""
+        """Whether a tenant may queue a request; of several tenants, one that has none waiting always may."""
         own = self._queue.waiting(tenant)
         return own < self._queue.share and (not self._queue.is_full or (self._has_tenants and not own))
 

@@ -1,4 +1,4 @@
-"""How an answer is written down: chats and plain completions, whole or in chunks.
+"""Formatting answers: chats and plain completions, whole or in chunks.
 
 Knows the fields of answers and nothing of how they come about.
 """
@@ -33,7 +33,7 @@ from kvboost.server.text import TokenNames
 
 
 class Writer:
-    """Writes one answer down. `has_logprobs`: its tokens' scores too; `has_usage`: a chunk with counts."""
+    """Formats one answer. `has_logprobs`: with its tokens' scores; `has_usage`: with a chunk of counts."""
 
     prefix: str
 
@@ -185,6 +185,6 @@ class TextWriter(Writer):
         )
 
     def _alternatives(self, placed: PlacedScore) -> dict[str, float]:
-        """The likeliest tokens, and the one that came."""
+        """The likeliest tokens, and the chosen one."""
         pairs = [*placed.score.top, (placed.score.token, placed.score.logprob)]
         return {self._names.name_of(token): logprob for token, logprob in pairs}
