@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,23 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A tiny model and its tokenizer in a folder, for commands that load one by name."""
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_folder(saved_model: Path) -> Iterator[str]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny models lose more by waiting for a second core than they gain
+    yield str(saved_model)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

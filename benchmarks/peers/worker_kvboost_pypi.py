@@ -17,7 +17,7 @@ MAX_CHUNKS = 4_096  # room for everything; the default is 128
 class PyPIKVBoost(Peer):
     def load(self, model: str, gguf: str | None, context_tokens: int, threads: int) -> dict[str, Any]:  # noqa: ARG002
         torch.set_num_threads(threads)
-        self._engine = KVBoost(
+        self._engine: Any = KVBoost(
             AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
             AutoTokenizer.from_pretrained(model),
             max_cache_bytes=CACHE_BYTES,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from click.testing import CliRunner
 
-from kvboost.bench import eviction, tiny_kv
-from kvboost.bench.chats import ChatSettings, ChatTurn, replayed_turns
-from kvboost.bench.eviction import LruManager, best_pin_set, replay
+from benchmarks.suite import eviction, tiny_kv
+from benchmarks.suite.chats import ChatSettings, ChatTurn, replayed_turns
+from benchmarks.suite.eviction import LruManager, best_pin_set, replay
 from kvboost.cli.main import main
 from kvboost.store.manager import KVCacheManager
 

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvboost.bench import lookup
-from kvboost.bench.lookup import LookupSettings
-from kvboost.cli.bench_store import lookup_table
+from benchmarks.suite import lookup
+from benchmarks.suite.commands.store import lookup_table
+from benchmarks.suite.lookup import LookupSettings
 from kvboost.cli.bench_view import targets_table
 from kvboost.cli.main import main
 from kvboost.errors import InvalidRequestError

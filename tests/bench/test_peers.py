@@ -17,10 +17,11 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvboost.bench import peers
-from kvboost.bench.peer_process import HTTP_PEER, PeerFailedError, PeerProcess, reason_not_there
-from kvboost.bench.peers import PeerSettings
-from kvboost.cli import bench_peers
+from benchmarks.suite import peers
+from benchmarks.suite.commands import peers as bench_peers
+from benchmarks.suite.peer_process import PeerFailedError, PeerProcess
+from benchmarks.suite.peer_prompts import PeerSettings
+from kvboost.bench.serve_servers import HTTP_PEER, reason_not_there
 from tests.tiny_models import VOCAB, tiny_model
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvboost.bench import plots, quality
-from kvboost.bench.quality import METHODS, OVERALL, Outcome, QualitySettings, Variant
+from benchmarks.suite import plots, quality
+from benchmarks.suite.quality import METHODS, OVERALL, Outcome, QualitySettings, Variant
+from kvboost.bench import plots as base_plots
 from kvboost.errors import InvalidRequestError, KVBoostError
 from kvboost.proof.calibration import Calibration
 
@@ -334,6 +335,6 @@ def test_a_plot_of_nothing_but_zeros(record: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_no_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(base_plots.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(KVBoostError, match=r'pip install "kvboost\[bench\]"'):
-        plots.require_matplotlib()
+        base_plots.require_matplotlib()

@@ -16,9 +16,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvboost.bench import serve
-from kvboost.bench.peer_process import HTTP_PEER
-from kvboost.bench.serve import ServeSettings, Workload, long_summary, percentiles, summary, targets
+from kvboost.bench import serve, serve_servers
+from kvboost.bench.serve_load import Arrival, ServeSettings, Workload, send
+from kvboost.bench.serve_numbers import long_summary, percentiles, summary, targets
+from kvboost.bench.serve_servers import HTTP_PEER
 from kvboost.bench.server_process import ServerFailedError, ServerProcess
 from kvboost.bench.stream_client import Reply, ask
 from kvboost.cli import bench_serve
@@ -53,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Made-up servers in the places of kvboost's and of transformers'."""
-    monkeypatch.setattr(serve, "KVBOOST_COMMAND", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(serve_servers, "KVBOOST_COMMAND", (sys.executable, str(FAKE)))
     folder = tmp_path / "peers"
     (folder / HTTP_PEER).mkdir(parents=True)
     about = {
@@ -194,11 +195,11 @@ def test_the_same_seed_gives_the_same_load(tokenizer: Any) -> None:
 def test_requests_are_sent_when_they_are_due(start: Callable[..., ServerProcess]) -> None:
     """A slow server gets the next one all the same, and waiting counts from when it was due."""
     server = start("", "--no-batching")
-    load = [serve.Arrival(0.02 * number, "hello", 10) for number in range(5)]
+    load = [Arrival(0.02 * number, "hello", 10) for number in range(5)]
 
     async def measure() -> list[Reply]:
         await server.wait_until_ready(20.0)
-        return await serve.send(server.address, "model", load, 20.0)
+        return await send(server.address, "model", load, 20.0)
 
     replies = asyncio.run(measure())
     waited = [reply.ttft_s for reply in replies]

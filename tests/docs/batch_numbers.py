@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from kvboost.cli.bench_batch import NAMES
+from benchmarks.suite.commands.batch import NAMES
 from tests.docs.reuse_numbers import machine, record
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from kvboost.bench.peers import KNOWN, LOCAL
+from benchmarks.suite.peers import KNOWN, LOCAL
 from tests.docs.reuse_numbers import machine, record
 
 NAMES = {**LOCAL, **KNOWN, "hand_made": "Hugging Face, reuse by hand", "kvboost_copied": "kvboost, copied"}

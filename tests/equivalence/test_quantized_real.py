@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.suite.quant import MAX_BYTES, MAX_KL, QuantSettings, _cases, _errors, _trial
 from kvboost import KVBoost, dequantize_kv, quantize_kv
-from kvboost.bench.quant import MAX_BYTES, MAX_KL, QuantSettings, _cases, _errors, _trial
 from kvboost.kv.rope import learn_rotation
 from tests.texts import corpus_ids
 

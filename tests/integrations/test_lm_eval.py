@@ -26,9 +26,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import StoppingCriteriaList
 
+from benchmarks.suite import evaluation
+from benchmarks.suite.commands import evaluation as bench_evaluation
 from kvboost import KVBoost
-from kvboost.bench import evaluation
-from kvboost.cli import bench_evaluation
 from kvboost.errors import InvalidRequestError
 from kvboost.integrations.lm_eval import KVBoostLM, StopText, evaluate, main
 from tests.forwards import count_fed
@@ -447,22 +447,6 @@ def test_pairs_that_cannot_be_scored(make_engine: MakeEngine, pair: tuple[str, s
 
 
 # --- evaluate and the command line ---------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    folder: Path = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def tiny_folder(saved_model: Path) -> Iterator[str]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield str(saved_model)
-    torch.set_num_threads(num_threads)
 
 
 def test_evaluate(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvboost import KVBoost
-from kvboost.bench.serve import KVBOOST_COMMAND
+from kvboost.bench.serve_servers import KVBOOST_COMMAND
 from kvboost.bench.server_process import ServerProcess
 from kvboost.bench.stream_client import Address, ask
 from kvboost.server.settings import ApiKey

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from kvboost.bench.serve import KVBOOST_COMMAND
+from kvboost.bench.serve_servers import KVBOOST_COMMAND
 from kvboost.bench.server_process import ServerProcess
 from kvboost.bench.stream_client import ask
 from kvboost.cli.main import main

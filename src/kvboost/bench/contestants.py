@@ -6,6 +6,8 @@ Each pays for everything between its call and its answer; what a method may do b
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -118,6 +120,25 @@ def engine_answer(
         stopping_criteria=StoppingCriteriaList([stamps]),
     )
     return Answer(result.token_ids, result.cached_tokens)
+
+
+@contextlib.contextmanager
+def noting_logits(model: Any, stamps: Stamps, seen: list[torch.Tensor]) -> Iterator[None]:
+    """Note the logits of the last position of every forward up to the first token.
+
+    It is here because the engine knows that hooks of its own package change no numbers; beside any other
+    hook it reuses nothing.
+    """
+
+    def note(_model: Any, _inputs: Any, output: Any) -> None:
+        if not stamps.times:
+            seen.append(output.logits[0, -1].detach().float().cpu().clone())
+
+    hook = model.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _generate(model: Any, token_ids: list[int], new_tokens: int, stamps: Stamps, **options: Any) -> list[int]:

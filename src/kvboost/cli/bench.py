@@ -1,177 +1,49 @@
 """`kvboost bench`: benchmarks as commands; a table for people, one line of JSON for programs.
 
-Knows how a record is shown, not how it is measured.
+Four are installed. All others are in the repository and join the group where kvboost runs from a checkout.
+Knows the commands by name only.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from kvboost.cli.bench_batch import batch
-from kvboost.cli.bench_chat import chat
 from kvboost.cli.bench_compare import compare
-from kvboost.cli.bench_disk import disk
-from kvboost.cli.bench_encoding import encoding
-from kvboost.cli.bench_evaluation import evaluation
-from kvboost.cli.bench_peers import peers
-from kvboost.cli.bench_quant import quant
-from kvboost.cli.bench_reuse import quality, rag
+from kvboost.cli.bench_prefix import prefix
+from kvboost.cli.bench_rag import rag
 from kvboost.cli.bench_serve import serve
-from kvboost.cli.bench_store import eviction, lookup
-from kvboost.cli.counts import read_counts
-from kvboost.cli.options import GroupedCommand, engine_options
-from kvboost.cli.session import opened_engine
+from kvboost.cli.checkout import checkout_commands
 
-NAMES = {
-    "plain": "plain",
-    "hand_made": "hand-made",
-    "kvboost": "kvboost",
-    "kvboost_copied": "  copied",
-}
+ELSEWHERE = "All other benchmarks are only in a checkout of the repository."
 
 
-@click.group()
+class BenchGroup(click.Group):
+    """The installed benchmarks, and those of the checkout if there is one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *(checkout_commands() or ())})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or (checkout_commands() or {}).get(cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if checkout_commands() is None and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"No such command {args[0]!r}. {ELSEWHERE}")
+        return super().resolve_command(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        if checkout_commands() is None:
+            formatter.write_paragraph()
+            formatter.write_text(ELSEWHERE)
+
+
+@click.group(cls=BenchGroup)
 def bench() -> None:
     """Measure on this machine. Every benchmark ends with one line of JSON."""
 
 
-bench.add_command(lookup)
-bench.add_command(eviction)
-bench.add_command(quality)
-bench.add_command(rag)
-bench.add_command(encoding)
-bench.add_command(quant)
-bench.add_command(disk)
-bench.add_command(batch)
-bench.add_command(chat)
-bench.add_command(compare)
-bench.add_command(evaluation)
-bench.add_command(peers)
-bench.add_command(serve)
-
-
-@bench.command(cls=GroupedCommand)
-@click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
-@click.option(
-    "--lengths",
-    default="1024,2048,4096",
-    show_default=True,
-    callback=read_counts,
-    help="Shared tokens, one measurement each.",
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Per length.")
-@click.option(
-    "--plain-rounds",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Rounds in which plain generate, the slow one, takes part.",
-)
-@click.option(
-    "--new-tokens", type=click.IntRange(min=2), default=32, show_default=True, help="Length of the answers."
-)
-@click.option(
-    "--pairs",
-    type=click.IntRange(min=1),
-    default=21,
-    show_default=True,
-    help="Pairs for the cost of storing.",
-)
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
-)
-@engine_options
-def prefix(
-    model: str,
-    lengths: tuple[int, ...],
-    rounds: int,
-    plain_rounds: int,
-    new_tokens: int,
-    pairs: int,
-    out: Path | None,
-    engine_options: dict[str, Any],
-) -> None:
-    """A long beginning seen before: plain generate, hand-made reuse, kvboost.
-
-    All answer the same prompts, in turns, in one process: a shared beginning and 20 tokens that are
-    new in every round. Hand-made reuse is a DynamicCache of the beginning, cropped back after each
-    answer. "copied" is kvboost when the request before was about something else. The cache has no
-    limit here unless you set one. Takes some minutes with the default settings.
-
-    \b
-    kvboost bench prefix
-    kvboost bench prefix --lengths 1024 --rounds 5 --out results
-    """
-    from kvboost.bench.prefix import PrefixSettings, run
-    from kvboost.bench.record import write_record
-
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # an error now is better than one after the work
-    settings = PrefixSettings(lengths, rounds, plain_rounds, new_tokens=new_tokens, pairs=pairs)
-    options = {"max_chunks": None, **engine_options}
-    progress = Console(stderr=True)
-    with opened_engine(model, options, progress) as engine, progress.status("starting") as status:
-        record = run(engine, model, settings, status.update)
-    console = Console(highlight=False)
-    console.print(prefix_table(record))
-    console.print(storing_line(record), markup=False)
-    if out is not None:
-        console.print(f"written to {write_record(record, out)}", markup=False)
-    click.echo(json.dumps(record))
-
-
-def prefix_table(record: dict[str, Any]) -> Table:
-    """A row per length and contestant: medians, for TTFT with the lowest and the highest."""
-    machine = record["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
-    title = f"{record['model']}, {record['dtype']}, {where}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("shared", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for heading in (
-        "first token, ms\nmedian (range)",
-        "x hand-\nmade",
-        "x plain",
-        "decode\ntok/s",
-        "same\ntokens",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for item in record["lengths"]:
-        contestants = item["contestants"]
-        for name, outcome in contestants.items():
-            table.add_row(
-                f"{item['shared_tokens']:,}" if name == "plain" else "",
-                NAMES[name],
-                *_cells(outcome, contestants["hand_made"], contestants["plain"]),
-                end_section=name == "kvboost_copied",
-            )
-    return table
-
-
-def _cells(outcome: dict[str, Any], hand_made: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
-    ttft = outcome["ttft_ms"]
-    return (
-        f"{ttft['median']:,.0f} ({ttft['low']:,.0f}-{ttft['high']:,.0f})",
-        f"{ttft['median'] / hand_made['ttft_ms']['median']:.2f}",
-        f"{ttft['median'] / plain['ttft_ms']['median']:.3f}",
-        f"{outcome['decode_tokens_per_s']['median']:.1f}",
-        f"{outcome['same_tokens_as_plain']}/{outcome['compared_with_plain']}",
-    )
-
-
-def storing_line(record: dict[str, Any]) -> str:
-    """What storing costs before the first token, in a sentence."""
-    storing = record["storing"]
-    return (
-        f"Storing: a cold prompt of {storing['prompt_tokens']} tokens, first token after "
-        f"{storing['prefix_cache_ttft_ms']['median']:,.0f} ms with storing and "
-        f"{storing['baseline_ttft_ms']['median']:,.0f} ms without "
-        f"({storing['ratio_of_medians']:.3f} x, {storing['pairs']} pairs)."
-    )
+for command in (prefix, rag, serve, compare):
+    bench.add_command(command)

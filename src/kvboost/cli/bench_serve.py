@@ -118,7 +118,9 @@ def serve(
     make peers && kvboost bench serve --out results
     kvboost bench serve --only kvboost --only no_batching --requests 16
     """
-    from kvboost.bench.serve import LABELS, ServeSettings, run
+    from kvboost.bench.serve import run
+    from kvboost.bench.serve_load import ServeSettings
+    from kvboost.bench.serve_servers import LABELS
 
     settings = ServeSettings(
         contestants=tuple(name for name in LABELS if not contestants or name in contestants),

@@ -10,40 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvboost.bench.contestants import (
-    Contestant,
-    HandMade,
-    KVBoostCopied,
-    KVBoostWarm,
-    Plain,
-    engine_answer,
-)
-from kvboost.bench.peer_process import (
-    HTTP_PEER,
-    Participant,
-    PeerFailedError,
-    PeerProcess,
-    Turn,
-    reason_not_there,
-)
+from benchmarks.suite.peer_numbers import NOT_PYTHON, OURS, parts_of, quality_of, targets
+from benchmarks.suite.peer_process import Participant, PeerFailedError, PeerProcess, Turn
+from benchmarks.suite.peer_prompts import PeerSettings, Prompts
+from benchmarks.suite.peer_rivals import Local, Reordering
+from kvboost.bench.contestants import HandMade, KVBoostCopied, KVBoostWarm, Plain
 from kvboost.bench.prefix import spread_rounds
 from kvboost.bench.record import machine_record
-from kvboost.bench.text import TextSource
-from kvboost.bench.timing import Answer, Stamps, spread, timed
+from kvboost.bench.serve_servers import HTTP_PEER, reason_not_there
+from kvboost.bench.timing import spread
 from kvboost.choices import SELECTORS
 from kvboost.engine import InferenceEngine
 from kvboost.loading.embedded import BUILTIN_NAME, ensure_checkpoint, find_gguf
-from kvboost.proof.fresh_engine import fresh_engine
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
@@ -54,38 +40,7 @@ LOCAL = {
     "kvboost": "kvboost",
     "kvboost_copied": "  copied",
 }
-OURS = ("kvboost", "kvboost_copied")
-_KINDS = {  # of work, by what is in the name of an operator
-    "linear_layers": ("linear", "addmm", "::mm", "::matmul"),
-    "attention": ("attention",),
-}
-NOT_PYTHON = ("llama_cpp",)
-LONG_TOKENS = 4_096  # from here on the stricter targets hold
-MAX_OVER_PYTHON = 1.0
-MAX_OVER_NATIVE = 1.25
-MAX_OVER_BEST = 1.5
-_TRIES = 40  # tails drawn until one reads back
 _SPARE_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class PeerSettings:
-    """How much is measured. Plain generate is slow, so it takes part in fewer rounds."""
-
-    lengths: tuple[int, ...] = (1_024, 2_048, 4_096)
-    rounds: int = 10
-    plain_rounds: int = 3
-    new_tokens: int = 16
-    tail_tokens: int = 20
-    quality_prompts: int = 2  # per length, answered by all, not timed
-    reordered: int = 6  # prompts of known documents in another order
-    ratios: tuple[float, ...] = (0.05, 0.15, 0.3)  # shares of them that our selectors compute again
-    profiled: int = 3  # requests of ours per length whose time is taken apart
-    documents: int = 8
-    document_tokens: int = 512
-    pause_s: float = 0.3  # before every turn: the threads of the one before may still spin
-    deadline_s: float = 600.0  # for one request to a peer
-    seed: int = 0
 
 
 def run(
@@ -118,127 +73,6 @@ def run(
         "reordered": reordered,
         "targets": targets(lengths),
     }
-
-
-# --- those that run here -------------------------------------------------------------------------
-
-
-class Local:
-    """A contestant in this process."""
-
-    def __init__(self, contestant: Contestant, model: Any) -> None:
-        self.name = contestant.name
-        self._contestant = contestant
-        self._model = model
-
-    def turn(self, prompt: list[int], new_tokens: int, *, distribution: bool = False) -> Turn:
-        self._contestant.settle()
-        seen: list[torch.Tensor] = []
-
-        def call(stamps: Stamps) -> Answer:
-            watched = _watched(self._model, stamps, seen) if distribution else contextlib.nullcontext()
-            with watched:
-                return self._contestant.answer(prompt, new_tokens, stamps)
-
-        done = timed(call)
-        return Turn(
-            done.ttft_ms,
-            done.decode_tokens_per_s,
-            done.answer.token_ids,
-            reused_tokens=done.answer.reused_tokens,
-            logits=seen[-1] if seen else None,
-        )
-
-
-class Reordering:
-    """kvboost with approximate reuse: documents are found wherever they stand."""
-
-    def __init__(self, engine: InferenceEngine, selector: str, ratio: float) -> None:
-        self.name = f"{selector} {ratio:.0%}"
-        self.about = {"label": f"kvboost, {self.name}", "selector": selector, "ratio": ratio}
-        self._engine = fresh_engine(
-            engine, recompute_strategy="cacheblend", selector=selector, recompute_ratio=ratio, max_kl=None
-        )
-
-    def warm(self, document: list[int]) -> None:
-        self._engine.warm(document)
-
-    def settle(self) -> None:
-        """Nothing to do."""
-
-    def answer(self, token_ids: list[int], new_tokens: int, stamps: Stamps) -> Answer:
-        return engine_answer(self._engine, token_ids, new_tokens, stamps, mode="chunk_kv_reuse")
-
-
-@contextlib.contextmanager
-def _watched(model: Any, stamps: Stamps, seen: list[torch.Tensor]) -> Iterator[None]:
-    """Note the logits of the last position of every forward up to the first token."""
-
-    def note(_model: Any, _inputs: Any, output: Any) -> None:
-        if not stamps.times:
-            seen.append(output.logits[0, -1].detach().float().cpu().clone())
-
-    hook = model.register_forward_hook(note)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-# --- prompts -------------------------------------------------------------------------------------
-
-
-class Prompts:
-    """Prompts that nobody has seen, chosen so that their text gives back their tokens.
-
-    Some peers take text only: so they read the same tokens as the others.
-    """
-
-    def __init__(self, tokenizer: Any, settings: PeerSettings) -> None:
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._text = TextSource(tokenizer, max(settings.lengths))
-        self._random = random.Random(settings.seed)
-        self.count = self.count_that_reads_back = 0
-
-    def prefix(self, tokens: int) -> list[int]:
-        return self._text.prefix(tokens)
-
-    def behind(self, prefix: list[int]) -> list[int]:
-        """`prefix` and a tail that is new."""
-        prompt: list[int] = []
-        reads_back = False
-        for _ in range(_TRIES):
-            prompt = prefix + self._text.fresh(self._settings.tail_tokens)
-            if reads_back := self._reads_back(prompt):
-                break
-        self.count += 1
-        self.count_that_reads_back += reads_back
-        return prompt
-
-    def documents(self) -> list[list[int]]:
-        """New documents, each of which reads back by itself where that can be had."""
-        return [self._document() for _ in range(self._settings.documents)]
-
-    def in_another_order(self, documents: Sequence[list[int]]) -> list[int]:
-        """The documents one behind the other in a random order, and a new tail."""
-        order = self._random.sample(documents, len(documents))
-        return self.behind([token for document in order for token in document])
-
-    def _document(self) -> list[int]:
-        piece: list[int] = []
-        for _ in range(_TRIES):
-            piece = self._text.fresh(self._settings.document_tokens)
-            if self._reads_back(piece):
-                break
-        return piece
-
-    def _reads_back(self, token_ids: list[int]) -> bool:
-        text = self._tokenizer.decode(token_ids)
-        return bool(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] == token_ids)
-
-
-# --- the benchmark -------------------------------------------------------------------------------
 
 
 class _Bench:
@@ -326,7 +160,7 @@ class _Bench:
         return {
             "shared_tokens": shared,
             "contestants": {
-                name: self._outcome(of_one, turns[Plain.name]) | _quality_of(name, quality)
+                name: self._outcome(of_one, turns[Plain.name]) | quality_of(name, quality)
                 for name, of_one in turns.items()
                 if of_one
             },
@@ -341,7 +175,7 @@ class _Bench:
             self._engine.warm(prefix)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
                 result = self._engine.generate(prompt, 1, "prefix_cache")
-            found.append(_parts_of(profiler.key_averages(), result.ttft_ms))
+            found.append(parts_of(profiler.key_averages(), result.ttft_ms))
         return {name: round(statistics.fmean(one[name] for one in found), 2) for name in found[0]}
 
     def measure_reordered(self) -> dict[str, Any]:
@@ -382,7 +216,7 @@ class _Bench:
             "documents": settings.documents,
             "document_tokens": settings.document_tokens,
             "contestants": {
-                name: self._outcome(of_one, by_name[Plain.name]) | _quality_of(name, rounds)
+                name: self._outcome(of_one, by_name[Plain.name]) | quality_of(name, rounds)
                 for name, of_one in by_name.items()
             },
         }
@@ -444,55 +278,3 @@ class _Bench:
         total = len(settings.lengths) * (settings.rounds + settings.quality_prompts) + settings.reordered
         self._report(self._done, total, text)
         self._done += steps
-
-
-# --- what it comes to ----------------------------------------------------------------------------
-
-
-def _quality_of(name: str, rounds: Sequence[dict[str, Turn]]) -> dict[str, Any]:
-    """Mean KL of the first token's distribution from plain's, in nats, where it is known."""
-    found, same = [], 0
-    for turns in rounds:
-        plain, ours = (turns[who].logits if who in turns else None for who in (Plain.name, name))
-        if plain is None or ours is None or len(plain) != len(ours):
-            continue
-        reference, other = (torch.log_softmax(logits.double(), dim=-1) for logits in (plain, ours))
-        found.append(float((reference.exp() * (reference - other)).sum().clamp_min(0)))
-        same += int(reference.argmax() == other.argmax())
-    return {
-        "first_token_kl": float(f"{statistics.fmean(found):.3g}") if found else None,
-        "first_token_same": same,
-        "first_token_prompts": len(found),
-    }
-
-
-def _parts_of(events: Any, ttft_ms: float) -> dict[str, float]:
-    """Milliseconds of a request by kind of work; what no operator accounts for is Python's."""
-    parts = {"linear_layers": 0.0, "attention": 0.0, "other_operators": 0.0}
-    for event in events:
-        if event.key.startswith(("aten::", "mkldnn::")):
-            kinds = (kind for kind, words in _KINDS.items() if any(word in event.key for word in words))
-            parts[next(kinds, "other_operators")] += event.self_cpu_time_total / 1e3
-    return {"ttft_ms": ttft_ms, **parts, "python": max(0.0, ttft_ms - sum(parts.values()))}
-
-
-def targets(lengths: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached, what was, and whether that is enough; only what was measured."""
-    found = []
-    for item in lengths:
-        medians = {name: one["ttft_ms"]["median"] for name, one in item["contestants"].items()}
-        ours = medians["kvboost"]
-        others = {name: median for name, median in medians.items() if name not in OURS}
-        shared = f"{item['shared_tokens']:,}"
-        if item["shared_tokens"] < LONG_TOKENS:
-            best = min(others, key=lambda name: others[name])
-            found.append(_at_most(f"{shared}: kvboost / best ({best})", ours / others[best], MAX_OVER_BEST))
-            continue
-        for name, median in others.items():
-            limit = MAX_OVER_NATIVE if name in NOT_PYTHON else MAX_OVER_PYTHON
-            found.append(_at_most(f"{shared}: kvboost / {name}", ours / median, limit))
-    return found
-
-
-def _at_most(name: str, value: float, limit: float) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 3), "at_most": limit, "met": value <= limit}

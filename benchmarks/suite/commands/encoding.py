@@ -48,7 +48,7 @@ def encoding(
     \b
     kvboost bench encoding --out results
     """
-    from kvboost.bench.encoding import EncodingSettings, run
+    from benchmarks.suite.encoding import EncodingSettings, run
 
     settings = EncodingSettings(prompts=prompts, prompt_tokens=prompt_tokens, seed=seed)
     prepare(out)

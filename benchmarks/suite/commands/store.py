@@ -47,7 +47,7 @@ def lookup(
     kvboost bench lookup
     kvboost bench lookup --sizes 1000,50000 --out results
     """
-    from kvboost.bench.lookup import LookupSettings, run
+    from benchmarks.suite.lookup import LookupSettings, run
 
     settings = LookupSettings(sizes, prompt_tokens, chunk_size, rounds)
     settings.check()
@@ -128,8 +128,8 @@ def eviction(chats: int, open_chats: tuple[int, ...], seeds: int, budget: float,
     kvboost bench eviction
     kvboost bench eviction --open-chats 50 --budget 0.1
     """
-    from kvboost.bench.chats import ChatSettings
-    from kvboost.bench.eviction import EvictionSettings, run
+    from benchmarks.suite.chats import ChatSettings
+    from benchmarks.suite.eviction import EvictionSettings, run
 
     prepare(out)
     settings = EvictionSettings(ChatSettings(chats), open_chats, tuple(range(seeds)), budget)

@@ -72,7 +72,7 @@ def evaluation(
     kvboost bench evaluation --out results
     kvboost bench evaluation --questions 10 --rounds 1
     """
-    from kvboost.bench.evaluation import measure, require_lm_eval
+    from benchmarks.suite.evaluation import measure, require_lm_eval
 
     require_lm_eval()
     prepare(out)

@@ -11,10 +11,11 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from benchmarks.suite.commands import quality as bench_quality
+from benchmarks.suite.quality import QualitySettings
 from kvboost.bench import plots
-from kvboost.bench.quality import QualitySettings
 from kvboost.bench.rag import RagSettings
-from kvboost.cli import bench_reuse, bench_view
+from kvboost.cli import bench_rag, bench_view
 from kvboost.cli.main import main
 from kvboost.proof import quality as measuring
 
@@ -46,10 +47,10 @@ def test_help_says_what_is_measured(command: str) -> None:
 
 def test_defaults_are_those_of_the_settings() -> None:
     """Flags are written out, so that help needs no torch."""
-    assert bench_reuse.METHODS == measuring.METHODS
+    assert bench_quality.METHODS == measuring.METHODS
     for command, settings in (
-        (bench_reuse.quality, QualitySettings()),
-        (bench_reuse.rag, RagSettings()),
+        (bench_quality.quality, QualitySettings()),
+        (bench_rag.rag, RagSettings()),
     ):
         for option in command.params:
             name = {"continuation": "continuation_tokens"}.get(str(option.name), str(option.name))
@@ -118,10 +119,10 @@ def test_a_small_quality_run(tiny_folder: str, tmp_path: Path, monkeypatch: pyte
     assert {path.name for path in tmp_path.iterdir()} == {
         f"quality-cpu.{kind}" for kind in ("json", "svg", "png")
     }
-    tables = [bench_reuse.quality_table(record), bench_reuse.groups_table(record)]
-    tables.append(bench_reuse.budgets_table(record))
+    tables = [bench_quality.quality_table(record), bench_quality.groups_table(record)]
+    tables.append(bench_quality.budgets_table(record))
     assert "…" not in shown(*tables, bench_view.targets_table(record["targets"]))
-    assert bench_reuse.facts_line(record)[:40] in outcome.stdout
+    assert bench_quality.facts_line(record)[:40] in outcome.stdout
 
 
 def test_a_small_rag_run(tiny_folder: str, tmp_path: Path) -> None:
@@ -135,9 +136,9 @@ def test_a_small_rag_run(tiny_folder: str, tmp_path: Path) -> None:
     assert record["contestants"]["baseline"]["cached_share"] == 0
     assert record["wrong_guess"]["pairs"] == 2
     assert [turn["turn"] for turn in record["chat"]] == [1, 2]
-    tables = [bench_reuse.rag_table(record), bench_reuse.chat_table(record)]
+    tables = [bench_rag.rag_table(record), bench_rag.chat_table(record)]
     assert "…" not in shown(*tables, bench_view.targets_table(record["targets"]))
-    assert bench_reuse.wrong_guess_line(record)[:40] in outcome.stdout
+    assert bench_rag.wrong_guess_line(record)[:40] in outcome.stdout
 
 
 def test_only_json(tiny_folder: str) -> None:
@@ -147,5 +148,5 @@ def test_only_json(tiny_folder: str) -> None:
     record = json.loads(outcome.stdout)
     assert record["wrong_guess"] is record["chat"] is None
     assert list(record["contestants"]) == ["baseline", "prefix cache", "guided 10%"]
-    assert "not measured" in bench_reuse.wrong_guess_line(record)
-    assert bench_reuse.chat_table(record).row_count == 0
+    assert "not measured" in bench_rag.wrong_guess_line(record)
+    assert bench_rag.chat_table(record).row_count == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvboost.bench import batch as bench
+from benchmarks.suite import batch as bench
 from kvboost.cli.main import main
 
 SMALL = [

@@ -73,7 +73,7 @@ def batch(
     kvboost bench batch --out results
     kvboost bench batch --batch 16 --prefix-tokens 1000 --rounds 3
     """
-    from kvboost.bench.batch import BatchSettings, run
+    from benchmarks.suite.batch import BatchSettings, run
 
     if shortest_tail > longest_tail:
         raise click.UsageError("--shortest-tail must be at most --longest-tail")

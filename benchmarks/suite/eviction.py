@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from kvboost.bench import tiny_kv
-from kvboost.bench.chats import ChatSettings, ChatTurn, replayed_turns
+from benchmarks.suite import tiny_kv
+from benchmarks.suite.chats import ChatSettings, ChatTurn, replayed_turns
 from kvboost.bench.record import machine_record
 from kvboost.store.budget import MemoryTier
 from kvboost.store.manager import KVCacheManager

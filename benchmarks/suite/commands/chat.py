@@ -50,7 +50,7 @@ def chat(
     kvboost bench chat --out results
     kvboost bench chat --chats 20 --turns 10 --max-cache-bytes 500MB
     """
-    from kvboost.bench.chat import ChatSettings, run
+    from benchmarks.suite.chat import ChatSettings, run
 
     settings = ChatSettings(chats, turns, new_tokens, document_words, min(baseline_chats, chats))
     prepare(out)

@@ -12,9 +12,10 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvboost.bench import plots, quant
-from kvboost.bench.quant import NAIVE, VARIANTS, QuantSettings, quantize_in_place
-from kvboost.cli import bench_quant, bench_view
+from benchmarks.suite import plots, quant
+from benchmarks.suite.commands import quant as bench_quant
+from benchmarks.suite.quant import NAIVE, VARIANTS, QuantSettings, quantize_in_place
+from kvboost.cli import bench_view
 from kvboost.cli.main import main
 from kvboost.errors import InvalidRequestError
 from kvboost.kv.arena import Arena

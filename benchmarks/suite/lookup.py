@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost.bench import tiny_kv
+from benchmarks.suite import tiny_kv
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
 from kvboost.errors import InvalidRequestError

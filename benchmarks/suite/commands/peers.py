@@ -107,8 +107,9 @@ def peers(
     make peers && kvboost bench peers --out results
     kvboost bench peers --lengths 1024 --rounds 3 --plain-rounds 1 --reordered 0
     """
-    from kvboost.bench import plots
-    from kvboost.bench.peers import PeerSettings, run
+    from benchmarks.suite import plots
+    from benchmarks.suite.peer_prompts import PeerSettings
+    from benchmarks.suite.peers import run
 
     settings = PeerSettings(
         lengths=lengths,

@@ -22,7 +22,6 @@ from typing import IO, Any, Protocol
 import numpy as np
 import torch
 
-HTTP_PEER = "transformers_serve"  # beside the others, but a server: `bench serve` knows how to ask it
 _LAST_WORDS = 300  # characters of a dead peer's log
 _CLOSING_S = 10.0
 
@@ -165,14 +164,6 @@ class PeerProcess:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-
-
-def reason_not_there(folder: Path) -> str | None:
-    """Why the peer in `folder` cannot be started; None where it can."""
-    if (folder / "peer.json").is_file():
-        return None
-    note = folder / "unavailable.txt"
-    return " ".join(note.read_text().split()) if note.is_file() else "not set up; run make peers"
 
 
 def _unpacked(packed: str) -> torch.Tensor:

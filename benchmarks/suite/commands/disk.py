@@ -53,7 +53,7 @@ def disk(
     kvboost bench disk --out results
     kvboost bench disk --folder /mnt/fast --kv-cache-bits 8
     """
-    from kvboost.bench.disk import DiskSettings, run
+    from benchmarks.suite.disk import DiskSettings, run
 
     settings = DiskSettings(tokens, rounds, plain_rounds, seed)
     prepare(out)

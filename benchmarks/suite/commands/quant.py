@@ -67,8 +67,8 @@ def quant(
     kvboost bench quant --out results
     kvboost bench quant --prompts 8 --rounds 3
     """
-    from kvboost.bench import plots
-    from kvboost.bench.quant import QuantSettings, run
+    from benchmarks.suite import plots
+    from benchmarks.suite.quant import QuantSettings, run
 
     settings = QuantSettings(prompts, *cached_tokens, continuation, ttft_tokens, rounds, seed)
     settings.check()

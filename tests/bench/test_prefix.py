@@ -16,7 +16,7 @@ from kvboost.bench.prefix import spread_rounds
 from kvboost.bench.record import machine_record, write_record
 from kvboost.bench.text import TextSource
 from kvboost.bench.timing import Answer, Stamps, spread, timed
-from kvboost.cli.bench import prefix_table, storing_line
+from kvboost.cli.bench_prefix import prefix_table, storing_line
 from kvboost.cli.main import main
 from kvboost.errors import InvalidRequestError
 

@@ -1,0 +1,1 @@
+"""The commands: options, and how records are shown. None imports torch before it runs."""
