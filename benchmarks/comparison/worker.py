@@ -2,7 +2,8 @@
 
 A process per side, so that a model is loaded once. Speaks in lines of JSON: says which kvboost it has, then
 answers every line on stdin with a record. Whatever the benchmark prints goes elsewhere. Relies only on what
-every revision has: the command `kvboost bench`, and `from_pretrained`, `tokenize`, `warm` and `generate`.
+every revision has: the command `kvboost bench`, and `from_pretrained`, `tokenize`, `warm` and `generate`. The
+command finds the benchmarks of its own checkout, whether they are part of the package or in `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +42,7 @@ def command_measure(arguments: Sequence[str]) -> Measure:
     from kvboost.cli.main import main
 
     _memoise_loading()
+    vars(subprocess)["Popen"] = _Child
 
     def measure() -> dict[str, Any]:
         out, err = io.StringIO(), io.StringIO()
@@ -63,6 +66,18 @@ def _memoise_loading() -> None:
 
     for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         auto_class.from_pretrained = _memoised(auto_class.from_pretrained)
+
+
+class _Child(subprocess.Popen[Any]):
+    """A process with this Python runs this side's kvboost, even where a benchmark leaves PYTHONPATH out.
+
+    `kvboost bench serve` does, for the sake of other programs: both sides would run the installed kvboost.
+    """
+
+    def __init__(self, args: Any, *, env: Any = None, **options: Any) -> None:
+        if env is not None and not isinstance(args, str) and args[0] == sys.executable:
+            env = {**env, "PYTHONPATH": os.environ["PYTHONPATH"]}
+        super().__init__(args, env=env, **options)
 
 
 def _memoised(load: Callable[..., Any]) -> Callable[..., Any]:

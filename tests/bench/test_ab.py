@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from benchmarks.comparison import ratios, worker
 from benchmarks.comparison.checkouts import CheckoutError, opened
 from benchmarks.comparison.ratios import Comparison, NothingToCompareError
@@ -81,6 +82,14 @@ def quick(pairs, wait):
     record |= {"tokens_per_s": 1000 / TIME_MS, "never_s": 0.0, "process": os.getpid()}
     record["loads"] = transformers.AutoModelForCausalLM.loads
     click.echo(json.dumps(record))
+
+
+@bench.command()
+def serving():
+    code = "import kvboost; print(kvboost.TIME_MS)"
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    server = subprocess.run([sys.executable, "-c", code], env=inherited, capture_output=True, check=True)
+    click.echo(json.dumps({"served_ms": float(server.stdout)}))
 
 
 @bench.command()
@@ -303,6 +312,13 @@ def test_each_side_runs_its_own_code_in_one_process(repository: Path) -> None:
     assert record["old"]["commit"] == git(repository, "rev-parse", "slow").strip()
     assert err.count("/src/kvboost/__init__.py") == 2
     assert "never_s" not in metrics
+
+
+def test_servers_that_a_side_starts_run_its_code_too(repository: Path) -> None:
+    status, out, err = run(repository, "slow", "fast", "serving", "--pairs", "1", "--json")
+    assert status == 0, err
+    found = json.loads(out)["metrics"]["served_ms"]
+    assert (found["old"], found["new"]) == ([20.0], [10.0])
 
 
 def test_table_and_options_behind_the_dashes(repository: Path) -> None:
