@@ -134,8 +134,8 @@ class InferenceEngine:
             prompt,
             Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options),
         )
-        if request.options.num_rows > 1:
-            raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_rows}")
+        if request.options.num_sequences > 1:
+            raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_sequences}")
         stream.start(lambda: self.core.alone.serve(request), request.watch.cancelled)
         return stream
 

@@ -12,8 +12,8 @@ import torch
 
 from kvboost import CorrectnessReport, KVBoost
 from kvboost.errors import InvalidRequestError
-from kvboost.kernels import attention
-from kvboost.kernels import packed as row_attention
+from kvboost.kernels import folded, packed
+from kvboost.kernels.scattered import ScatteredAttention
 from kvboost.kv import arena, rope
 from kvboost.kv import codec as kv_codec
 from kvboost.reuse import chunk_writer as writer
@@ -172,14 +172,14 @@ def _tensors(chunk: Any) -> list[torch.Tensor]:
 def test_mask_off_by_one(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query misses the token before its own last one."""
     engine = make_engine()
-    right = attention._fold_mask
+    right = folded._fold_mask
 
     def shifted(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         made = right(mask, group, dtype).clone()
         made[..., -2] = torch.finfo(dtype).min
         return made
 
-    monkeypatch.setattr(attention, "_fold_mask", shifted)
+    monkeypatch.setattr(folded, "_fold_mask", shifted)
     report = engine.verify_correctness([PROMPT], 6)
     assert not report.passed
     assert report.failed[0] == "attention"
@@ -275,7 +275,7 @@ def test_swapped_keys_and_values(make_engine: MakeEngine, monkeypatch: pytest.Mo
 def test_wrong_scatter_mask(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repaired tokens see the one behind them."""
     engine = make_engine()
-    right = attention.QueryPattern.mask
+    right = ScatteredAttention.mask
 
     def further(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.positions = self.positions + 1
@@ -284,19 +284,19 @@ def test_wrong_scatter_mask(make_engine: MakeEngine, monkeypatch: pytest.MonkeyP
         finally:
             self.positions = self.positions - 1
 
-    monkeypatch.setattr(attention.QueryPattern, "mask", further)
+    monkeypatch.setattr(ScatteredAttention, "mask", further)
     report = engine.verify_correctness([PROMPT], 6)
     assert report.failed == ["sparse pass"]
 
 
 def test_wrong_merging_of_rows(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    right = row_attention._Layer.add
+    right = packed._Layer.add
 
     def doubled(self: Any, first: int, last: int, part: torch.Tensor, sums: torch.Tensor) -> None:
         right(self, first, last, part, sums + 3.0)
 
-    monkeypatch.setattr(row_attention._Layer, "add", doubled)
+    monkeypatch.setattr(packed._Layer, "add", doubled)
     report = engine.verify_correctness([PROMPT], 6)
     assert report.failed == ["batches"]
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from kvboost import CacheBlendRecompute, KVBoost, SelectiveRecompute
 from kvboost.choices import AssemblyMode, Origin
-from kvboost.kernels import attention
+from kvboost.kernels import scattered, scope
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import probe_layout
 from kvboost.models import AssembledPrompt
@@ -135,7 +135,7 @@ def test_all_positions_are_a_full_prefill(
     architecture: str, eager: bool, blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blocks:
-        monkeypatch.setattr(attention, "_BLOCK_TOKENS", {False: 7, True: 7})
+        monkeypatch.setattr(scattered, "_BLOCK_TOKENS", {False: 7, True: 7})
         monkeypatch.setattr(sparse_forward, "_MAX_MASK_ELEMENTS", {False: 1, True: 1})
     model = wide_model(architecture, eager=eager)
     own_attention = text_attention(model)
@@ -179,7 +179,7 @@ def test_any_positions_equal_a_masked_reference(architecture: str, eager: bool, 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "smollm3"])
 @pytest.mark.parametrize("keep", [2, 3, 17])
 def test_blocks_change_nothing(architecture: str, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_BLOCK_TOKENS", {False: 5, True: 5})
+    monkeypatch.setattr(scattered, "_BLOCK_TOKENS", {False: 5, True: 5})
     monkeypatch.setattr(sparse_forward, "_MAX_MASK_ELEMENTS", {False: 1, True: 1})
     model = wide_model(architecture)
     ids = random_ids(220, seed=5)
@@ -259,7 +259,7 @@ def test_a_failing_forward_leaves_model_and_arena_usable() -> None:
     assert arena.scatter_slots is None
     assert arena.stop_after_layer is None
     assert text_attention(model) == "sdpa"
-    assert attention._PATTERN.get() is None
+    assert scope._SCOPE.get() is None
 
 
 # --- repair -------------------------------------------------------------------------------------

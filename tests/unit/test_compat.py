@@ -39,7 +39,7 @@ from kvboost.kv.arena import Arena
 from kvboost.kv.layout import probe_layout
 from kvboost.kv.rope import KeyRotation, learn_rotation
 from kvboost.proof.selftest import check_exactness
-from kvboost.run import packed_step as rows
+from kvboost.run import packed_step
 
 
 def tiny_gpt2() -> Any:
@@ -234,7 +234,7 @@ def test_a_model_that_trains_is_probed_in_eval_mode(make_llama: Any) -> None:
     before = [module.training for module in model.modules()]
     layout = probe_layout(model)
     check_exactness(model, layout)
-    assert rows.can_run(model, Arena(layout, 4))
+    assert packed_step.can_run(model, Arena(layout, 4))
     assert isinstance(learn_rotation(model, layout), KeyRotation)
     assert [module.training for module in model.modules()] == before
 

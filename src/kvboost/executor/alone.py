@@ -88,8 +88,8 @@ class AloneRunner:
             block = parts.settings.block
             stop = decode.last_stop(arena.length, total, block)
             decode.prefill(parts.model, request.token_ids, arena, stop, block=block)
-            if request.options.num_rows > 1:
-                arena.batch_repeat_interleave(request.options.num_rows)
+            if request.options.num_sequences > 1:
+                arena.batch_repeat_interleave(request.options.num_sequences)
             return decode.generate(
                 parts.model, parts.tokenizer, request.token_ids, arena, request.options, request.watch
             )

@@ -11,12 +11,12 @@ import torch
 
 from kvboost.executor.parts import EngineParts
 from kvboost.identity.namespace import Namespace
-from kvboost.kernels.attention import QueryPattern
+from kvboost.kernels.scattered import ScatteredAttention
 from kvboost.kv.arena import Arena
 from kvboost.models import WarmResult
 from kvboost.requests.prompts import Prompt
 from kvboost.run import decode
-from kvboost.run.sparse_forward import run_pattern
+from kvboost.run.sparse_forward import run_scattered
 from kvboost.store.manager import StoreReport
 
 
@@ -79,8 +79,8 @@ class Warmer:
             visible = torch.zeros(cut, dtype=torch.bool, device=device)
             visible[: parts.settings.sink_tokens] = True
             visible[max(0, chunk_start - parts.settings.overlap_k) :] = True
-            pattern = QueryPattern(torch.arange(start, cut, device=device), cut, filled=visible)
-            run_pattern(parts.model, ids, arena, pattern, position_offset=position_offset)
+            pattern = ScatteredAttention(torch.arange(start, cut, device=device), cut, filled=visible)
+            run_scattered(parts.model, ids, arena, pattern, position_offset=position_offset)
             start = chunk_start = cut
         arena.set_length(end)
 

@@ -1,9 +1,9 @@
-"""Attention of many rows in one packed forward, over KV that they share.
+"""Attention of many sequences in one packed forward, over KV that they share.
 
-The tokens of all rows go through the model as one sequence, without padding. What several rows have in
-front of them lies in the cache once: their queries attend to it together, in one call, and each row's
-own part is added by the log of its sum of exponentials (a softmax over two parts is the weighted mean of
-two softmaxes). So a shared prefix costs its memory and its reading once, however many rows there are.
+The new tokens of all sequences go through the model packed, without padding. A prefix that several
+sequences share lies in the cache once: their queries attend to it together, in one call, and each
+sequence's own part is merged by the log of its sum of exponentials (a softmax over two parts is the weighted
+mean of two softmaxes). So a shared prefix is stored and read once, however many sequences there are.
 
 Knows slots of a cache and positions of tokens, no cache and no model.
 """
@@ -11,15 +11,15 @@ Knows slots of a cache and positions of tokens, no cache and no model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kvboost.kernels.attention import is_plain, pass_on
 from kvboost.kernels.partial import merge, partial_attention
+from kvboost.kernels.scope import AttentionCall, model_attention
 
 _WINDOW_QUERIES = 512  # per mask of a sliding window
 
@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Feed:
-    """`tokens` new tokens of one row: the last ones of `own`, or all of it, behind all of `before`.
+    """`tokens` new tokens of one sequence: the last ones of `own`, or all of it, behind all of `before`.
 
     From the start of `own` on, `room` slots may be read under a mask; 0: no more than its length.
     """
@@ -50,7 +50,7 @@ class Feed:
         return self.own.length - self.tokens
 
 
-class _Together(NamedTuple):
+class _SharedKeys(NamedTuple):
     """Queries `[first, last)` of the forward, all of which see all of `keys`."""
 
     keys: Stretch
@@ -59,7 +59,7 @@ class _Together(NamedTuple):
 
 
 class _Lanes(NamedTuple):
-    """Single queries of several rows whose own KV lies in equal steps of `step` slots.
+    """Single queries of several sequences whose own KV lies in equal steps of `step` slots.
 
     `room` slots of each may be read.
     """
@@ -70,7 +70,7 @@ class _Lanes(NamedTuple):
     room: int
 
     def joined_by(self, query: int, feed: Feed) -> _Lanes | None:
-        """With one row more, where its KV continues the steps and all may be read as far as the longest."""
+        """With one sequence more, if its KV continues the steps and all may be read as far as the longest."""
         step = feed.own.start - self.owns[-1].start
         owns, room = (*self.owns, feed.own), min(self.room, feed.room)
         longest = max(own.length for own in owns)
@@ -79,12 +79,12 @@ class _Lanes(NamedTuple):
         return _Lanes((*self.queries, query), step, owns, room)
 
 
-class RowPattern:
-    """The rows of one packed forward: what each of their queries sees.
+class PackedAttention:
+    """The backend of one packed forward: what each query of its sequences sees.
 
-    `slots` and `positions` `[n]` say where the KV of the new tokens goes, and where they stand in their rows.
-    Feeds of rows that share something should be neighbours. `windows` says how many tokens a token sees, by
-    attention module; None = all of them.
+    `slots` and `positions` `[n]` say where the KV of the new tokens goes, and their positions in their
+    sequences. Feeds of sequences that share a prefix should be adjacent. `windows` says how many tokens a
+    token sees, by attention module; None = all of them.
     """
 
     def __init__(
@@ -101,23 +101,23 @@ class RowPattern:
         self.slots = torch.from_numpy(self._of_each(lambda own: own.start)).to(device)
         self._positions = self._of_each(lambda own: own.position)
         self.positions = torch.from_numpy(self._positions).to(device)
-        self._shared = tuple(self._together())
+        self._shared = tuple(self._shared_keys())
         self._masks: dict[Any, torch.Tensor | None] = {}
 
     def _of_each(self, base: Callable[[Stretch], int]) -> np.ndarray:
-        """Per new token, how far it is in its row, counted from `base` of the row's own stretch."""
+        """Per new token, its index in its sequence's own stretch, plus `base` of that stretch."""
         parts = [
             np.arange(feed.first, feed.own.length, dtype=np.int64) + base(feed.own) for feed in self.feeds
         ]
         return np.concatenate(parts)
 
-    def _together(self) -> Iterator[_Together]:
-        """Shared stretches, each with a range of neighbouring queries that see it."""
+    def _shared_keys(self) -> Iterator[_SharedKeys]:
+        """Shared stretches, each with a range of adjacent queries that see it."""
         open_ranges: dict[Stretch, int] = {}
         for index, feed in enumerate((*self.feeds, None)):
             seen = set(feed.before) if feed is not None else set()
             for keys in [keys for keys in open_ranges if keys not in seen]:
-                yield _Together(keys, open_ranges.pop(keys), self._starts[index])
+                yield _SharedKeys(keys, open_ranges.pop(keys), self._starts[index])
             for keys in seen:
                 open_ranges.setdefault(keys, self._starts[index])
 
@@ -136,7 +136,7 @@ class RowPattern:
 
     @cached_property
     def _lane_queries(self) -> tuple[slice | torch.Tensor, ...]:
-        """The queries of each of these, as an index: a slice where they are neighbours."""
+        """The queries of each of these, as an index: a slice where they are adjacent."""
         found: list[slice | torch.Tensor] = []
         for lanes in self._lanes:
             first, last = lanes.queries[0], lanes.queries[-1] + 1
@@ -148,25 +148,14 @@ class RowPattern:
 
     # --- what the model calls ----------------------------------------------------------------
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        _attention_mask: torch.Tensor | None,
-        dropout: float,
-        scaling: float | None,
-        _is_causal: bool | None,
-        extra: dict[str, Any],
-    ) -> tuple[torch.Tensor, None]:
-        """Attention of `query` `[1, heads, n, head_dim]` over slots `[1, kv_heads, slots, head_dim]`.
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of `[1, heads, n, head_dim]` over slots `[1, kv_heads, slots, head_dim]`.
 
-        Returns `[1, n, heads, head_dim]`.
+        Returns `[1, n, heads, head_dim]`. The call's mask is ignored.
         """
-        layer = _Layer(query, key, value, scaling, self._windows[module])
-        if not is_plain(dropout, extra):
-            return self._row_by_row(module, layer, dropout, extra), None
+        layer = _Layer(call, self._windows[call.module])
+        if not call.is_plain:
+            return self._one_by_one(call, layer)
         for index, feed in enumerate(self.feeds):
             if feed.tokens > 1:
                 self._attend_own(index, layer)
@@ -174,10 +163,10 @@ class RowPattern:
             self._attend_lanes(lanes, queries, layer)
         for keys, first, last in self._shared:
             self._add_shared(keys, first, last, layer)
-        return layer.out.transpose(0, 1).unsqueeze(0).to(query.dtype), None
+        return layer.out.transpose(0, 1).unsqueeze(0).to(call.query.dtype)
 
     def _attend_own(self, index: int, layer: _Layer) -> None:
-        """A row's new tokens over its own stretch."""
+        """A sequence's new tokens over its own stretch."""
         feed = self.feeds[index]
         first, last = self._starts[index], self._starts[index + 1]
         query, (key, value) = layer.query[:, :, first:last], layer.slots(feed.own.start, feed.own.length)
@@ -198,8 +187,8 @@ class RowPattern:
         layer.set(first, last, *partial_attention(layer.folded(first, last), key, value, mask, layer.scale))
 
     def _attend_lanes(self, lanes: _Lanes, queries: slice | torch.Tensor, layer: _Layer) -> None:
-        """One token of each of several rows over their own stretches, in one call."""
-        rows = len(lanes.owns)
+        """One token of each of several sequences over their own stretches, in one call."""
+        count = len(lanes.owns)
         longest = max(own.length for own in lanes.owns)
 
         def seen() -> np.ndarray:
@@ -210,10 +199,10 @@ class RowPattern:
         start = lanes.owns[0].start
         mask = self._mask(("lanes", start), layer, seen, group=1)
         part, sums = partial_attention(
-            layer.query[0, :, queries].transpose(0, 1).reshape(rows, layer.key.shape[1], layer.group, -1),
-            _strided(layer.key, start, rows, lanes.step, longest),
-            _strided(layer.value, start, rows, lanes.step, longest),
-            None if mask is None else mask.reshape(rows, 1, 1, longest),
+            layer.query[0, :, queries].transpose(0, 1).reshape(count, layer.key.shape[1], layer.group, -1),
+            _strided(layer.key, start, count, lanes.step, longest),
+            _strided(layer.value, start, count, lanes.step, longest),
+            None if mask is None else mask.reshape(count, 1, 1, longest),
             layer.scale,
         )
         layer.out[:, queries] = part.flatten(1, 2).transpose(0, 1).float()
@@ -260,10 +249,8 @@ class RowPattern:
             self._masks[made_for] = None if visible.all() else mask
         return self._masks[made_for]
 
-    def _row_by_row(
-        self, module: torch.nn.Module, layer: _Layer, dropout: float, extra: dict[str, Any]
-    ) -> torch.Tensor:
-        """The model's own attention, row by row, with each row's KV put together for it."""
+    def _one_by_one(self, call: AttentionCall, layer: _Layer) -> torch.Tensor:
+        """The model's own attention, sequence by sequence, with the KV of each copied together for it."""
         results = []
         for index, feed in enumerate(self.feeds):
             first, last = self._starts[index], self._starts[index + 1]
@@ -271,34 +258,26 @@ class RowPattern:
             there = np.concatenate([keys.position + np.arange(keys.length) for keys in parts])
             positions = self._positions[first:last]
             seen = partial(_visible, positions, there, layer.window)
-            mask = self._mask(("row", index), layer, seen, group=1)
+            mask = self._mask(("sequence", index), layer, seen, group=1)
             if mask is None:
                 mask = layer.query.new_zeros(1, 1, last - first, len(there))
             pairs = [layer.slots(keys.start, keys.length) for keys in parts]
             keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*pairs, strict=True))
             query = layer.query[:, :, first:last]
-            results.append(
-                pass_on(module, query, keys, values, mask, dropout, layer.scaling, False, extra)[0]
-            )
+            alone = replace(call, query=query, key=keys, value=values, mask=mask, is_causal=False)
+            results.append(model_attention(alone))
         return torch.cat(results, dim=1)
 
 
 class _Layer:
     """One layer's attention: what comes in, and the result so far with the weight that it has."""
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-    ) -> None:
-        self.query, self.key, self.value = query, key, value
-        self.scaling = scaling
-        self.scale = scaling if scaling is not None else query.shape[3] ** -0.5
+    def __init__(self, call: AttentionCall, window: int | None) -> None:
+        query, value = call.query, call.value
+        self.query, self.key, self.value = query, call.key, value
+        self.scale = call.scale
         self.window = window
-        self.group = query.shape[1] // key.shape[1]
+        self.group = call.group
         self.out = query.new_empty(query.shape[1], query.shape[2], value.shape[3], dtype=torch.float32)
         self.weight = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
 
@@ -328,12 +307,12 @@ def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
         yield first, min(end, first + _WINDOW_QUERIES)
 
 
-def _strided(slots: torch.Tensor, start: int, rows: int, step: int, length: int) -> torch.Tensor:
-    """Views `[rows, kv_heads, length, head_dim]` of `[1, kv_heads, slots, head_dim]`, every `step` slots."""
+def _strided(slots: torch.Tensor, start: int, count: int, step: int, length: int) -> torch.Tensor:
+    """Views `[count, kv_heads, length, head_dim]` of `[1, kv_heads, slots, head_dim]`, every `step` slots."""
     _, heads, _, dim = slots.shape
     _, head_stride, slot_stride, dim_stride = slots.stride()
     return slots[:, :, start:].as_strided(
-        (rows, heads, length, dim), (step * slot_stride, head_stride, slot_stride, dim_stride)
+        (count, heads, length, dim), (step * slot_stride, head_stride, slot_stride, dim_stride)
     )
 
 

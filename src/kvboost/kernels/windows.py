@@ -3,7 +3,7 @@
 Configurations and keyword arguments name windows in many ways, and not every name is in force. So the masks
 are looked at that a model makes for itself: a few tokens at the far end of its range go through it behind a
 cache that only says it is full, with attention that looks at its mask and computes nothing. That costs one
-step of decoding and no memory, however long the range is. Knows no rows, no patterns and no engine.
+step of decoding and no memory, however long the range is. Knows no engine and no backend but its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvboost.compat import comparable, probing, text_config
 from kvboost.errors import UnsupportedModelError
 from kvboost.identity.attention_name import own_name
-from kvboost.kernels import attention
+from kvboost.kernels.scope import AttentionCall, forward_scope
 
 _TOKENS = 3  # enough to tell a window, which moves with every token, from a chunk, which does not
 _RANGE_TOKENS = 32_768  # of a model that does not say how long it may read
@@ -69,14 +69,6 @@ def windows_now(model: Any) -> Windows:
     return kept[1]
 
 
-def can_fold(model: Any) -> bool:
-    """Whether folded attention may stand in for the model's own: also where it looks at its name only.
-
-    Models without the interface take another path where the name is not "sdpa", with masks not made for it.
-    """
-    return attention.can_engage(model) and not windows_of(model).is_own_attention
-
-
 def _learn(model: Any) -> Windows:
     recorder = _Recorder()
     cached = _far_end(model)
@@ -84,7 +76,7 @@ def _learn(model: Any) -> Windows:
     config = text_config(model)
     num_layers = int(config.num_hidden_layers)
     try:
-        with probing(model, "showing its masks"), _with_masks(config), attention.patterned(model, recorder):
+        with probing(model, "showing its masks"), _with_masks(config), forward_scope(model, recorder):
             model(
                 input_ids=torch.zeros(1, _TOKENS, dtype=torch.long, device=device),
                 past_key_values=_FullCache(num_layers, cached),
@@ -187,21 +179,11 @@ class _Recorder:
     def __init__(self) -> None:
         self.seen: list[tuple[torch.nn.Module, torch.Tensor | None, int | None]] = []
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        _key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        _dropout: float,
-        _scaling: float | None,
-        _is_causal: bool | None,
-        extra: dict[str, Any],
-    ) -> tuple[torch.Tensor, None]:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         """Zeros `[1, n, heads, head_dim]`."""
-        self.seen.append((module, attention_mask, extra.get("sliding_window")))
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+        self.seen.append((call.module, call.mask, call.extra.get("sliding_window")))
+        batch, heads, tokens, _ = call.query.shape
+        return call.query.new_zeros(batch, tokens, heads, call.value.shape[3])
 
 
 class _FullLayer(CacheLayerMixin):

@@ -16,8 +16,9 @@ from transformers import DynamicCache
 
 from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
-from kvboost.kernels import attention
-from kvboost.kernels.windows import Windows, can_fold, kept_by_own_cache, windows_now
+from kvboost.kernels.folded import FoldedAttention, can_fold
+from kvboost.kernels.scope import forward_scope
+from kvboost.kernels.windows import Windows, kept_by_own_cache, windows_now
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout
 from kvboost.run.packed_step import LOGIT_TOLERANCE, SMALL_WINDOW, trial_ids, trial_tokens
@@ -41,7 +42,7 @@ def check_exactness(model: Any, layout: KVLayout) -> None:
     differences = {}
     with probing(model, "checking that a cache in parts gives the same logits"):
         whole = model(input_ids=ids, use_cache=False).logits[0].float()
-        with attention.folded(model) if can_fold(model) else nullcontext():
+        with forward_scope(model, FoldedAttention()) if can_fold(model) else nullcontext():
             differences["a cache in parts"] = _difference(model, ids, whole, Arena(layout, tokens))
         if smallest_kept is not None and not learned.layers:  # masks that were not seen are tried
             own = DynamicCache(config=text_config(model))

@@ -26,8 +26,9 @@ from transformers.generation.configuration_utils import GenerationMode as Decodi
 
 from kvboost.compat import ASSISTED_FEEDS_WHOLE_PROMPT
 from kvboost.errors import InvalidRequestError
-from kvboost.kernels import attention, linears
-from kvboost.kernels.windows import can_fold
+from kvboost.kernels import linears
+from kvboost.kernels.folded import FoldedAttention, can_fold
+from kvboost.kernels.scope import forward_scope
 from kvboost.locks import model_lock
 
 _CALL_OPTIONS = frozenset(
@@ -139,8 +140,8 @@ class GenerationOptions:
         return by_prompt or self.call_options.get("assistant_model") is not None
 
     @property
-    def num_rows(self) -> int:
-        """Rows that the request's cache needs (one per beam)."""
+    def num_sequences(self) -> int:
+        """Sequences that the request's cache must hold (one per beam)."""
         return int(self.config.num_beams or 1)
 
     def with_streamer(self, streamer: Any) -> GenerationOptions:
@@ -426,5 +427,5 @@ def running(model: Any, *, fast: bool, was_read: bool = False) -> Iterator[None]
         if fast:
             kernels.enter_context(linears.faster(model, was_read=was_read))
         if fast and can_fold(model):
-            kernels.enter_context(attention.folded(model))
+            kernels.enter_context(forward_scope(model, FoldedAttention()))
         yield

@@ -1,9 +1,9 @@
-"""Rows of one arena: many texts side by side, what they share stored once, one forward for them all.
+"""One step of many sequences: their KV lies in one arena, shared prefixes once, in one packed forward.
 
-A row's KV is a chain of segments. Segments that several rows begin with are computed and kept once; the
-last one is the row's own and grows with its answer. A forward takes new tokens of any rows, packed into
-one sequence: prompts and single tokens may be mixed. Knows arenas and models, not where KV comes from and
-not how tokens are chosen.
+A sequence's KV is a chain of segments. Segments that several sequences begin with are computed and kept once;
+the last one is the sequence's own and grows with its answer. A step takes new tokens of any sequences,
+packed without padding: prefill and decode may be mixed. Knows arenas and models, not where KV comes from
+and not how tokens are chosen.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
-from kvboost.kernels import attention
-from kvboost.kernels.packed import Feed, RowPattern, Stretch
+from kvboost.kernels.packed import Feed, PackedAttention, Stretch
+from kvboost.kernels.scope import forward_scope
 from kvboost.kernels.windows import windows_now, windows_of
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout, Packed
@@ -58,7 +58,7 @@ class Segment:
         return Stretch(self.start, self.length, self.position)
 
     def between(self, arena: Arena, start: int, end: int) -> Packed:
-        """KV `[heads, tokens, head_dim]` of the row's positions `[start, end)`, wherever they lie."""
+        """KV `[heads, tokens, head_dim]` of the sequence's positions `[start, end)`, wherever they lie."""
         parts = []
         for segment in (*self.before, self):
             first, last = max(start, segment.position), min(end, segment.end)
@@ -79,7 +79,7 @@ class Extension:
     wanted: int = 1
 
 
-class RowLogits(NamedTuple):
+class ExtensionLogits(NamedTuple):
     """Logits `[n, vocab]` of extension `number`, from its wanted token number `first` on."""
 
     number: int
@@ -87,16 +87,16 @@ class RowLogits(NamedTuple):
     logits: torch.Tensor
 
 
-def extend(model: Any, arena: Arena, extensions: Sequence[Extension]) -> Iterator[RowLogits]:
+def extend(model: Any, arena: Arena, extensions: Sequence[Extension]) -> Iterator[ExtensionLogits]:
     """Run the extensions through the model, as many at once as memory allows, and fill their segments.
 
-    No segment may be extended twice, nor together with one that it is behind. Those that share something
-    should be neighbours.
+    No segment may be extended twice, nor together with one that it is behind. Those that share a prefix
+    should be adjacent.
     """
     if not extensions:
         return
     device = model.get_input_embeddings().weight.device
-    arena.set_length(arena.capacity)  # the pattern says what is filled
+    arena.set_length(arena.capacity)  # the backend knows what is filled
     for block in _blocks(extensions, device.type == "cuda", int(text_config(model).vocab_size)):
         yield from _forward(model, arena, extensions, block, device)
 
@@ -138,8 +138,8 @@ def _forward(
     extensions: Sequence[Extension],
     block: Sequence[_Part],
     device: torch.device,
-) -> Iterator[RowLogits]:
-    feeds, ids, rows = [], [], []
+) -> Iterator[ExtensionLogits]:
+    feeds, ids, spans = [], [], []
     wanted: list[np.ndarray] = []
     at = 0
     for index, start, end in block:
@@ -153,15 +153,15 @@ def _forward(
         silent = len(extension.token_ids) - extension.wanted
         if end > silent:
             first = max(start, silent)
-            rows.append((index, first - silent, end - first))
+            spans.append((index, first - silent, end - first))
             wanted.append(np.arange(at + first - start, at + end - start))
         at += end - start
-    pattern = RowPattern(feeds, device, windows_of(model).by_module)
+    attention = PackedAttention(feeds, device, windows_of(model).by_module)
     keep: torch.Tensor | int = torch.from_numpy(np.concatenate(wanted)).to(device) if wanted else 1
-    with torch.no_grad(), arena.scatter_at(pattern.slots), attention.patterned(model, pattern):
+    with torch.no_grad(), arena.scatter_at(attention.slots), forward_scope(model, attention):
         output = model(
             input_ids=torch.from_numpy(np.concatenate(ids)).to(device).unsqueeze(0),
-            position_ids=pattern.positions.unsqueeze(0),
+            position_ids=attention.positions.unsqueeze(0),
             attention_mask=torch.zeros(1, 1, at, 1, dtype=arena.slabs[0].dtype, device=device),
             past_key_values=arena,
             use_cache=True,
@@ -173,8 +173,8 @@ def _forward(
     ):  # a model that knows no `logits_to_keep` gives them all
         logits = logits[keep]
     done = 0
-    for index, first, count in rows:
-        yield RowLogits(index, first, logits[done : done + count])
+    for index, first, count in spans:
+        yield ExtensionLogits(index, first, logits[done : done + count])
         done += count
 
 
@@ -191,26 +191,26 @@ def _feed(segment: Segment, tokens: int) -> Feed:
 
 
 def can_run(model: Any, arena: Arena) -> bool:
-    """Whether the model gives every row what it would give it alone; `why_not` says why it does not."""
+    """Whether sequences that run together get what each would get alone; `why_not` says why they do not."""
     return not why_not(model, arena.layout)
 
 
 def why_not(model: Any, layout: KVLayout) -> str:
-    """Why the rows' attention cannot stand in for the model's own; "" where it can.
+    """Why packed attention cannot stand in for the model's own; "" where it can.
 
-    It is tried on rows of a short text, which is longer than the model's window where that is small.
+    It is tried on sequences of a short text, which is longer than the model's window where that is small.
     """
     learned = windows_now(model)
     if learned.refusal:
         return learned.refusal
     try:
-        with probing(model, "running rows of one text together"):
+        with probing(model, "running sequences together"):
             difference = _difference(model, layout, trial_tokens(learned.smallest))
-    except UnsupportedModelError as error:  # its rows run one by one then
+    except UnsupportedModelError as error:  # its sequences run one by one then
         return str(error)
     tolerance = LOGIT_TOLERANCE.get(layout.slabs[0].dtype, 1e-1)
     if not difference <= tolerance:
-        return f"rows that run together give other logits: off by {difference:.2g} of {tolerance:.0e}"
+        return f"sequences that run together give other logits: off by {difference:.2g} of {tolerance:.0e}"
     return ""
 
 
@@ -225,9 +225,9 @@ def trial_ids(model: Any, tokens: int) -> np.ndarray:
 
 
 def _difference(model: Any, layout: KVLayout, tokens: int) -> float:
-    """How far rows behind a shared start are from one plain forward over their text, relatively.
+    """Relative difference between sequences behind a shared prefix and one plain forward over their text.
 
-    One row has several new tokens, two have one each.
+    One sequence has several new tokens, two have one each.
     """
     ids = trial_ids(model, tokens)
     device = model.get_input_embeddings().weight.device

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost.kernels import attention
+from kvboost.kernels.scattered import ScatteredAttention
+from kvboost.kernels.scope import forward_scope
 from kvboost.kv.arena import Arena
 from kvboost.run import decode
 
@@ -51,37 +52,37 @@ def sparse_forward(
     try:
         for start in range(0, len(positions), size):
             block = positions[start : start + size]
-            pattern = attention.QueryPattern(torch.from_numpy(block).to(device), int(block[-1]) + 1)
+            attention = ScatteredAttention(torch.from_numpy(block).to(device), int(block[-1]) + 1)
             # Behind the last layer's KV nothing is needed any more.
-            run_pattern(
-                model, token_ids, arena, pattern, layers=len(arena.layers), position_offset=position_offset
+            run_scattered(
+                model, token_ids, arena, attention, layers=len(arena.layers), position_offset=position_offset
             )
     finally:
         arena.set_length(filled_to)
 
 
-def run_pattern(
+def run_scattered(
     model: Any,
     token_ids: np.ndarray,
     arena: Arena,
-    pattern: attention.QueryPattern,
+    attention: ScatteredAttention,
     *,
     layers: int | None = None,
     position_offset: int = 0,
 ) -> None:
-    """One forward over the positions of `pattern`; with `layers`, only as far as those write their KV."""
-    arena.set_length(pattern.tokens)
-    positions = pattern.positions
+    """One forward over the positions of `attention`; with `layers`, only as far as those write their KV."""
+    arena.set_length(attention.tokens)
+    positions = attention.positions
     device = positions.device
     ids = torch.from_numpy(token_ids).to(device)[positions].unsqueeze(0)
     dtype = model.get_input_embeddings().weight.dtype
     arena.stop_after_layer = None if layers is None else (layers - 1, _EnoughLayers())
     try:
-        with torch.no_grad(), arena.scatter_at(positions), attention.patterned(model, pattern):
+        with torch.no_grad(), arena.scatter_at(positions), forward_scope(model, attention):
             model(
                 input_ids=ids,
                 position_ids=positions.unsqueeze(0) + position_offset,
-                attention_mask=pattern.mask(0, len(positions), pattern.tokens, dtype),
+                attention_mask=attention.mask(0, len(positions), attention.tokens, dtype),
                 past_key_values=arena,
                 use_cache=True,
                 logits_to_keep=1,

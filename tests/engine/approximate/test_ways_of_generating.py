@@ -70,8 +70,8 @@ def test_beams_and_sampling_run_on_the_repaired_arena(
     given = dict(options)
     seed, do_sample = given.pop("seed", None), given.pop("do_sample", False)
     checked = decode.read_options(model, 12, 1.0, do_sample, seed, given)
-    if checked.num_rows > 1:
-        arena.batch_repeat_interleave(checked.num_rows)
+    if checked.num_sequences > 1:
+        arena.batch_repeat_interleave(checked.num_sequences)
     expected = decode.generate(model, engine.tokenizer, ids, arena, checked, decode.Watch())
     result = engine.generate(ids.tolist(), max_new_tokens=12, **options)
     assert result.recomputed_tokens > 0

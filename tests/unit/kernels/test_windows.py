@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvboost.kernels import windows
-from kvboost.kernels.windows import can_fold, kept_by_own_cache, windows_of
+from kvboost.kernels.folded import can_fold
+from kvboost.kernels.windows import kept_by_own_cache, windows_of
 from kvboost.kv.layout import probe_layout
 from kvboost.run.packed_step import why_not
 from tests.sweep.tiny_configs import build

@@ -1,4 +1,4 @@
-"""Rows in one arena: every row's logits and KV are those that the model gives it alone."""
+"""Sequences in one arena: the logits and KV of each are those that the model gives it alone."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.kernels import packed as row_attention
+from kvboost.kernels import packed
 from kvboost.kernels.partial import partial_attention
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import probe_layout
-from kvboost.run import decode
-from kvboost.run import packed_step as rows
+from kvboost.run import decode, packed_step
 from kvboost.run.packed_step import Extension, Segment, extend
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
@@ -40,20 +39,20 @@ def _ids(count: int, seed: int) -> np.ndarray:
 
 
 def _can_run(model: Any, layout: Any) -> bool:
-    return rows.can_run(model, Arena(layout, 4))
+    return packed_step.can_run(model, Arena(layout, 4))
 
 
 @pytest.mark.parametrize("attention", ["own", "eager"])
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_rows_behind_shared_segments_give_the_single_logits(name: str, attention: str) -> None:
-    """A tree: all share a root, two of the rows a branch; then single tokens of rows of unequal length."""
+def test_sequences_behind_shared_segments_give_the_single_logits(name: str, attention: str) -> None:
+    """A tree: all share a root, two sequences a branch; then single tokens of sequences of unequal length."""
     model = tiny_model(name)
     if attention == "eager":
         model.set_attn_implementation("eager")
     layout = probe_layout(model)
     if not _can_run(model, layout):
         pytest.skip(
-            f"{name} has attention classes of its own in this transformers; the engine serves it row by row"
+            f"{name} has attention classes of its own in this transformers; its sequences run one by one"
         )
     arena = Arena(layout, 300)
     root_ids, branch_ids = _ids(50, 1), _ids(30, 2)
@@ -77,7 +76,7 @@ def test_rows_behind_shared_segments_give_the_single_logits(name: str, attention
         assert torch.allclose(got[i], expected, atol=TOLERANCE), (name, i)
     for step in range(3):
         token = [_ids(1, 100 + 10 * step + i) for i in range(4)]
-        chosen = range(4) if step != 1 else (0, 2, 3)  # a row that pauses
+        chosen = range(4) if step != 1 else (0, 2, 3)  # a sequence that pauses
         got = _run(model, arena, [Extension(lanes[i], token[i]) for i in chosen])
         for order, i in enumerate(chosen):
             texts[i] += token[i].tolist()
@@ -119,8 +118,8 @@ def test_any_mixture_of_prompts_and_single_tokens(data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_sliding", "phi3"])
 def test_windows_in_small_blocks(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of 40 tokens over stretches of 130, own and shared, in blocks of queries and of tokens."""
-    monkeypatch.setattr(row_attention, "_WINDOW_QUERIES", queries)
-    monkeypatch.setattr(rows, "_MAX_TOKENS", {False: 61, True: 61})
+    monkeypatch.setattr(packed, "_WINDOW_QUERIES", queries)
+    monkeypatch.setattr(packed_step, "_MAX_TOKENS", {False: 61, True: 61})
     model = tiny_model(name)
     arena = Arena(probe_layout(model), 700)
     root_ids = _ids(130, 1)
@@ -140,8 +139,8 @@ def test_long_extensions_go_through_in_blocks(monkeypatch: pytest.MonkeyPatch) -
     """Bounded tokens and bounded logits per forward change nothing."""
     model = _model()
     arena = Arena(probe_layout(model), 400)
-    monkeypatch.setattr(rows, "_MAX_TOKENS", {False: 16, True: 16})
-    monkeypatch.setattr(rows, "_MAX_LOGITS", 5 * int(model.config.vocab_size))
+    monkeypatch.setattr(packed_step, "_MAX_TOKENS", {False: 16, True: 16})
+    monkeypatch.setattr(packed_step, "_MAX_LOGITS", 5 * int(model.config.vocab_size))
     ids = [_ids(50, 1), _ids(33, 2), _ids(3, 3)]
     lanes = [Segment(100 * i, 100) for i in range(3)]
     got = _run(
@@ -152,7 +151,7 @@ def test_long_extensions_go_through_in_blocks(monkeypatch: pytest.MonkeyPatch) -
     assert [lane.length for lane in lanes] == [50, 33, 3]
 
 
-def test_a_rows_kv_is_found_wherever_it_lies() -> None:
+def test_a_sequences_kv_is_found_wherever_it_lies() -> None:
     model = _model()
     layout = probe_layout(model)
     arena = Arena(layout, 100)
@@ -192,11 +191,11 @@ def test_nothing_is_read_behind_a_segment_that_is_not_clean() -> None:
 def test_lanes_go_together_where_they_may_be_read() -> None:
     """The tokens of clean lanes in equal steps are one call; a segment that is not clean has its own."""
 
-    def feed(start: int, length: int, room: int) -> row_attention.Feed:
-        return row_attention.Feed(row_attention.Stretch(start, length, 0), 1, (), room)
+    def feed(start: int, length: int, room: int) -> packed.Feed:
+        return packed.Feed(packed.Stretch(start, length, 0), 1, (), room)
 
-    def sizes(*feeds: row_attention.Feed) -> list[int]:
-        return [len(each.owns) for each in row_attention.RowPattern(feeds, torch.device("cpu"), {})._lanes]
+    def sizes(*feeds: packed.Feed) -> list[int]:
+        return [len(each.owns) for each in packed.PackedAttention(feeds, torch.device("cpu"), {})._lanes]
 
     assert sizes(feed(0, 3, 40), feed(40, 9, 40), feed(80, 1, 40)) == [3]
     assert sizes(feed(0, 3, 3), feed(40, 9, 40), feed(80, 1, 40)) == [1, 2]

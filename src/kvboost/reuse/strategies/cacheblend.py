@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from kvboost.errors import InvalidRequestError
-from kvboost.kernels.attention import QueryPattern
+from kvboost.kernels.scattered import ScatteredAttention
 from kvboost.kv.arena import Arena
 from kvboost.models import ReusedRun
 from kvboost.reuse.costs import CostEstimate, ForwardCosts, exact_end
 from kvboost.reuse.repair import RepairStrategy, live_positions, positions_of
-from kvboost.run.sparse_forward import run_pattern
+from kvboost.run.sparse_forward import run_scattered
 
 _SELECTORS = ("guided", "deviation")  # of this strategy; the option `selector` may know others
 RUN_START_TOKENS = 4  # the first tokens of a run, where its old attention sink is
@@ -118,13 +118,13 @@ def attention_from_the_end(
     filled = torch.zeros(total, dtype=torch.bool)
     filled[torch.from_numpy(positions_of(runs))] = True
     filled[start:] = True
-    pattern = QueryPattern(
+    pattern = ScatteredAttention(
         torch.arange(start, total, device=device), total, filled=filled.to(device), observe=True
     )
     # The forward overwrites the KV of the last tokens, and reused ones may be among them.
     kept = [slab[:, :, start:total].clone() for slab in arena.slabs]
     try:
-        run_pattern(model, token_ids, arena, pattern)
+        run_scattered(model, token_ids, arena, pattern)
     finally:
         for slab, part in zip(arena.slabs, kept, strict=True):
             slab[:, :, start:total] = part
@@ -146,8 +146,8 @@ def value_deviation(model: Any, token_ids: np.ndarray, arena: Arena, runs: Seque
     device = model.get_input_embeddings().weight.device
     for first in range(0, len(todo), _MAX_DEVIATION_TOKENS):
         block = todo[first : first + _MAX_DEVIATION_TOKENS]
-        pattern = QueryPattern(torch.from_numpy(block).to(device), int(block[-1]) + 1)
-        run_pattern(model, token_ids, arena, pattern, layers=min(_LAYERS, len(arena.layers)))
+        pattern = ScatteredAttention(torch.from_numpy(block).to(device), int(block[-1]) + 1)
+        run_scattered(model, token_ids, arena, pattern, layers=min(_LAYERS, len(arena.layers)))
     arena.set_length(end)
     fresh, old = (values.float().transpose(0, 1).flatten(1) for values in (layer.values[0], cached))
     deviation: np.ndarray = (1 - torch.cosine_similarity(fresh, old, dim=1)).cpu().numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.compat import attention_function
-from kvboost.kernels import attention
-from kvboost.kernels.attention import NAME, can_engage, folded, folded_attention
+from kvboost.kernels import folded, scope
+from kvboost.kernels.folded import FoldedAttention, can_fold
+from kvboost.kernels.scope import NAME, AttentionCall, forward_scope
 
 HEAD_DIM = 8
 
@@ -43,12 +45,12 @@ class Call:
         rows = torch.arange(cached, total).view(-1, 1)
         self.mask = (torch.arange(total) <= rows).expand(batch, 1, new, total).clone()
         self.module: Any = SimpleNamespace(num_key_value_groups=group, is_causal=True, layer_idx=0)
+        self.backend = FoldedAttention()
 
     def both(self, mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         stock = attention_function("sdpa")
         arguments = (self.module, self.query, self.key, self.value)
-        mine, weights = folded_attention(*arguments, mask, **options)
-        assert weights is None
+        mine = self.backend.attend(AttentionCall.from_transformers(*arguments, mask, **options))
         theirs, _ = stock(*arguments, None if mask is None else mask.clone(), **options)
         assert mine.shape == theirs.shape
         assert mine.is_contiguous()
@@ -65,7 +67,7 @@ def stock_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(options)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(attention, "attention_function", lambda _own: noting)
+    monkeypatch.setattr(scope, "attention_function", lambda _own: noting)
     return calls
 
 
@@ -91,14 +93,14 @@ def test_it_really_folds(stock_calls: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("new", [1, 4])
-def test_padding_of_some_rows(new: int) -> None:
+def test_padding_of_some_sequences(new: int) -> None:
     call = Call(batch=3, new=new)
     call.mask[1, :, :, :3] = False
     call.mask[2, :, :, 2:6] = False
     torch.testing.assert_close(*call.both(call.mask), rtol=1e-5, atol=1e-6)
 
 
-def test_one_mask_for_all_rows_of_a_batch() -> None:
+def test_one_mask_for_all_sequences_of_a_batch() -> None:
     call = Call(batch=3)
     torch.testing.assert_close(*call.both(call.mask[:1]), rtol=1e-5, atol=1e-6)
 
@@ -110,7 +112,7 @@ def test_a_window_of_keys() -> None:
     torch.testing.assert_close(*call.both(call.mask), rtol=1e-5, atol=1e-6)
 
 
-def test_a_row_that_sees_nothing_is_like_the_stock_one() -> None:
+def test_a_query_that_sees_nothing_is_like_the_stock_one() -> None:
     """Left padding leaves queries without any key; what comes of them must not be worse than before."""
     call = Call(batch=2, new=4, cached=0)
     call.mask[1, :, :2] = False
@@ -160,14 +162,14 @@ def test_keys_may_be_views_of_a_larger_buffer() -> None:
 def test_a_mask_serves_layers_with_other_group_sizes() -> None:
     """Layers of one model share the mask tensor, and may have other numbers of heads."""
     small, large = Call(group=2), Call(group=4)
-    mask = small.mask
+    large.backend, mask = small.backend, small.mask
     torch.testing.assert_close(*small.both(mask), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(*large.both(mask), rtol=1e-5, atol=1e-6)
 
 
 def test_a_mask_serves_layers_with_other_dtypes() -> None:
     full, half = Call(), Call(dtype=torch.bfloat16)
-    mask = full.mask
+    half.backend, mask = full.backend, full.mask
     torch.testing.assert_close(*full.both(mask), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(*half.both(mask), rtol=2e-2, atol=2e-2)
 
@@ -177,6 +179,27 @@ def test_a_mask_that_was_changed_is_read_again() -> None:
     call.both(call.mask)
     call.mask[:, :, :, 0] = False
     torch.testing.assert_close(*call.both(call.mask), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_share_what_is_made_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once per mask, and goes with the mask."""
+    made = []
+    fold = folded._fold_mask
+
+    def counting(*arguments: Any) -> torch.Tensor:
+        made.append(weakref.ref(result := fold(*arguments)))
+        return result
+
+    monkeypatch.setattr(folded, "_fold_mask", counting)
+    call = Call()
+    for _ in range(3):
+        call.both(call.mask)
+    assert len(made) == 1
+    assert made[0]() is not None
+    call.mask = call.mask.clone()
+    assert made[0]() is None
+    call.both(call.mask)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(
@@ -202,7 +225,7 @@ def test_what_it_does_not_know_goes_to_the_stock_function(
 
 def test_dropout_and_masks_per_head_go_to_the_stock_function(stock_calls: list[dict[str, Any]]) -> None:
     call = Call()
-    folded_attention(call.module, call.query, call.key, call.value, call.mask, dropout=0.5)
+    call.backend.attend(AttentionCall(call.module, call.query, call.key, call.value, call.mask, dropout=0.5))
     per_head = call.mask.expand(-1, 6, -1, -1).clone()
     per_head[:, 3, :, :2] = False
     torch.testing.assert_close(*call.both(per_head), rtol=1e-5, atol=1e-6)
@@ -220,18 +243,19 @@ def test_arguments_that_change_nothing_are_no_obstacle(stock_calls: list[dict[st
 
 def test_a_model_runs_folded_inside_and_is_restored(make_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_llama()
-    assert can_engage(model)
+    assert can_fold(model)
     calls = []
+    attend = FoldedAttention.attend
 
-    def counting(*arguments: Any, **options: Any) -> Any:
+    def counting(self: FoldedAttention, call: AttentionCall) -> torch.Tensor:
         calls.append(1)
-        return folded_attention(*arguments, **options)
+        return attend(self, call)
 
-    monkeypatch.setattr(attention, "folded_attention", counting)
+    monkeypatch.setattr(FoldedAttention, "attend", counting)
     ids = torch.arange(12).unsqueeze(0)
     with torch.no_grad():
         stock = model(input_ids=ids, attention_mask=_padded(ids)).logits
-        with folded(model):
+        with forward_scope(model, FoldedAttention()):
             assert model.config._attn_implementation == NAME
             inside = model(input_ids=ids, attention_mask=_padded(ids)).logits
     assert model.config._attn_implementation == "sdpa"
@@ -247,13 +271,13 @@ def _padded(ids: torch.Tensor) -> torch.Tensor:
 
 def test_a_model_is_restored_after_an_error(make_llama: Any) -> None:
     model = make_llama()
-    with pytest.raises(RuntimeError, match="inside"), folded(model):
+    with pytest.raises(RuntimeError, match="inside"), forward_scope(model, FoldedAttention()):
         raise RuntimeError("inside")
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_only_sdpa_models_engage(make_llama: Any) -> None:
-    assert not can_engage(make_llama(attn_implementation="eager"))
+def test_only_sdpa_models_are_folded(make_llama: Any) -> None:
+    assert not can_fold(make_llama(attn_implementation="eager"))
 
 
 # --- two parts, as on a GPU ------------------------------------------------------------------
@@ -263,29 +287,30 @@ def test_only_sdpa_models_engage(make_llama: Any) -> None:
 @pytest.mark.parametrize(("new", "cached"), [(1, 5), (4, 7), (30, 3), (64, 100)])
 def test_two_parts_give_what_one_gives(new: int, cached: int, dtype: torch.dtype) -> None:
     call = Call(new=new, cached=cached, dtype=dtype)
-    got = attention._in_two_parts(call.query, call.key, call.value, None)
+    got = folded._in_two_parts(AttentionCall(call.module, call.query, call.key, call.value, None))
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
     torch.testing.assert_close(got.float(), call.both(call.mask)[1].float(), rtol=0, atol=tolerance)
 
 
 def test_only_a_plain_causal_tail_is_split() -> None:
     mask = Call(new=4, cached=7).mask
-    assert attention._is_causal_tail(mask)
+    assert folded._is_causal_tail(mask)
     additive = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
-    assert attention._is_causal_tail(additive)
+    assert folded._is_causal_tail(additive)
     for at in ((0, 0, 0, 0), (0, 0, 3, 6), (0, 0, 2, 8)):  # padding, a window, a token that is hidden
         other = mask.clone()
         other[at] = False
-        assert not attention._is_causal_tail(other)
+        assert not folded._is_causal_tail(other)
     ahead = mask.clone()
     ahead[0, 0, 0, 10] = True
-    assert not attention._is_causal_tail(ahead)
-    assert not attention._is_causal_tail(mask.expand(2, 1, 4, 11).clone())
-    assert not attention._is_causal_tail(mask[..., 7:].clone())  # nothing is cached
+    assert not folded._is_causal_tail(ahead)
+    assert not folded._is_causal_tail(mask.expand(2, 1, 4, 11).clone())
+    assert not folded._is_causal_tail(mask[..., 7:].clone())  # nothing is cached
 
 
 def test_a_mask_that_was_changed_is_looked_at_again() -> None:
     mask = Call(new=4, cached=7).mask.clone()
-    assert attention._is_causal_tail(mask)
+    backend = FoldedAttention()
+    assert backend._derived(mask).is_causal_tail()
     mask[0, 0, 0, 0] = False
-    assert not attention._is_causal_tail(mask)
+    assert not backend._derived(mask).is_causal_tail()
