@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from kvboost.run.decode import GenerationOptions
+from kvboost.run.options import GenerationOptions
 from kvboost.run.sampling import SequenceSampler, why_alone
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

@@ -18,6 +18,7 @@ from kvboost.requests.prepared import PreparedPrompt
 from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Request
 from kvboost.run import decode
+from kvboost.run.options import read_options
 from kvboost.store.manager import StoreReport
 
 
@@ -31,7 +32,7 @@ class OwnLoop:
     def prepare(self, prompt: Prompt, max_new_tokens: int, cache_salt: str | None) -> PreparedPrompt:
         """Ids, mask, and a cache with what is stored of the prompt."""
         parts = self._parts
-        options = decode.read_options(parts.model, max_new_tokens, 1.0, False, None, {})
+        options = read_options(parts.model, max_new_tokens, 1.0, False, None, {})
         salt = parts.salt(cache_salt)
         request = Request(
             parts.reader.read(prompt, salt),

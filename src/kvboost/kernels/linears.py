@@ -1,14 +1,13 @@
 """Faster linear layers for few rows on a CPU.
 
-`torch.nn.functional.linear` in float32 runs MKL's gemm, which on a few rows reaches a third of the
-memory bandwidth on some processors; oneDNN, which torch carries as well, reads the same weights up
-to twice as fast, and half as fast again where they lie in its own order. Both sum in another order,
-so results agree within float error. Like the folded attention it is switched on only while the engine
-runs a forward, never for BASELINE and never in bit-exact mode. Knows no cache and no engine.
+`torch.nn.functional.linear` in float32 runs MKL's gemm, which for an input of few rows (tokens) reaches a
+third of the memory bandwidth on some processors. oneDNN, which torch ships as well, reads the same weights up
+to twice as fast, and half as fast again if they are packed in its own layout. The order of summation differs,
+so results agree within float error. Like folded attention it is on only while the engine runs a forward,
+never for BASELINE and never in bit-exact mode. Knows no cache and no engine.
 
-Weights in oneDNN's order (`pack`) are copies: they cost as much memory as the weights again, and are made
-over when a reading of the model's state says that the weights have changed. The model itself is not
-touched.
+Packed weights (`pack`) are copies: they take as much memory as the weights again, and are made anew when
+a reading of the model's state says that the weights have changed. The model itself is not touched.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ import torch.nn.functional as functional
 from kvboost import locks
 from kvboost.identity.model_state import ModelWatch, watch_of
 
-# oneDNN makes a kernel for every number of rows that it meets, which takes milliseconds and half a megabyte
-# each. So few numbers are used: all of the smallest, then steps, to which rows are filled up. Rows that would
-# be filled up by more than the share, and longer stretches, keep the stock kernel.
+# oneDNN compiles a kernel for every number of rows that it meets: milliseconds and half a megabyte each. So
+# it gets few different numbers: every small one, then multiples of a step, to which inputs are padded. Inputs
+# that would need more padding than this share, and longer ones, keep the stock kernel.
 _EXACT_ROWS = 32
-_STEPS = ((64, 8), (1024, 64))  # up to so many rows, multiples of this
-_MAX_FILLED_SHARE = 0.12
-_PACKED_FOR_ROWS = 16  # the order for few rows is at least as good as the plain one up to hundreds
-_MEMORY_SHARE = 8  # packed of their own accord where they take at most this part of the machine's memory
+_STEPS = ((64, 8), (1024, 64))  # (up to so many rows, multiples of this)
+_MAX_PADDING_SHARE = 0.12
+_PACKED_FOR_ROWS = 16  # the layout for so few is at least as good as the plain one up to hundreds
+_MEMORY_SHARE = 8  # packed by default if the copies take at most 1/8 of the machine's memory
 
 Operator = Callable[..., torch.Tensor]
 
@@ -55,8 +54,8 @@ def _onednn_linear() -> Operator | None:
 
 
 @cache
-def _onednn_order() -> Operator | None:
-    """torch's operator that brings a weight into oneDNN's order, or None where its linear cannot use it."""
+def _onednn_packing() -> Operator | None:
+    """torch's operator that packs a weight for oneDNN, or None if its linear cannot use the result."""
     operator, reorder = _onednn_linear(), getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     if operator is None or reorder is None:
         return None
@@ -80,12 +79,12 @@ def _gives_right_numbers(operator: Operator, order: Operator) -> bool:
     return True
 
 
-# --- weights in oneDNN's order -------------------------------------------------------------------
+# --- packed weights ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight in oneDNN's order, and the checksum of the weight that it was made from."""
+    """A weight in oneDNN's layout, and the checksum of the weight that it was made from."""
 
     weight: torch.Tensor
     checksum: bytes | None
@@ -95,20 +94,20 @@ class _Packed:
 
 
 _PACKS: WeakKeyDictionary[torch.nn.Module, _Packed] = WeakKeyDictionary()
-_USERS: WeakKeyDictionary[torch.nn.Module, WeakSet[Any]] = WeakKeyDictionary()  # who wants a model's copies
+_USERS: WeakKeyDictionary[torch.nn.Module, WeakSet[Any]] = WeakKeyDictionary()  # who uses a model's copies
 
 
 def pack(model: Any, wanted: bool | None = None, user: object | None = None) -> None:
-    """Bring the weights of a model's plain float32 linear layers on the CPU into oneDNN's order.
+    """Pack the weights of a model's plain float32 linear layers on the CPU for oneDNN.
 
-    `None` does so where the copies take at most an eighth of the machine's memory. Engines on one model
-    share the copies; they stay until the last `user` has let go of them, or the model is gone.
+    With `wanted=None`, only if the copies take at most an eighth of the machine's memory. Engines on one
+    model share the copies; they stay until the last `user` has released them, or the model is gone.
     """
     modules = [module for module in model.modules() if _is_plain(module)]
     size = sum(module.weight.nbytes for module in modules)
     if wanted is None:
         wanted = size * _MEMORY_SHARE <= _memory_bytes()
-    if wanted and _onednn_order() is not None:
+    if wanted and _onednn_packing() is not None:
         if user is not None:
             _USERS.setdefault(model, WeakSet()).add(user)
         watch = watch_of(model)
@@ -119,7 +118,7 @@ def pack(model: Any, wanted: bool | None = None, user: object | None = None) -> 
 
 
 def unpack(model: Any, user: object) -> None:
-    """Let go of a model's copies; they are freed if nobody else wants them."""
+    """Release a model's copies; they are freed when no other user is left."""
     users = _USERS.get(model)
     if users is None or user not in users:
         return
@@ -131,12 +130,12 @@ def unpack(model: Any, user: object) -> None:
 
 
 def packed_bytes(model: Any) -> int:
-    """What the copies of a model's weights take."""
+    """The size of the copies of a model's weights."""
     return sum(module.weight.nbytes for module in model.modules() if module in _PACKS)
 
 
 def _pack_one(module: torch.nn.Linear, watch: ModelWatch) -> _Packed:
-    order = _onednn_order()
+    order = _onednn_packing()
     assert order is not None  # a pack was wanted, so it is there
     with torch.inference_mode(False):
         packed = _Packed(order(module.weight.detach()), watch.checksum_of(module.weight))
@@ -162,18 +161,18 @@ def _memory_bytes() -> int:
 
 @cache
 def _rows_used(rows: int) -> int:
-    """To how many rows so many are filled up; 0 = the stock kernel is better."""
+    """To how many rows an input of `rows` is padded; 0 = the stock kernel is better."""
     if rows <= _EXACT_ROWS:
         return rows
     for most, step in _STEPS:
         used = -(-rows // step) * step
         if used <= most:
-            return used if used <= _STEPS[0][0] or used - rows <= _MAX_FILLED_SHARE * rows else 0
+            return used if used <= _STEPS[0][0] or used - rows <= _MAX_PADDING_SHARE * rows else 0
     return 0
 
 
 class _Faster:
-    """Stands in for a linear layer's forward in forwards of ours; in other threads it is the layer's own.
+    """Replaces a linear layer's forward inside `faster`; in other threads it does what the layer's own does.
 
     A copy of the layer gets the forward of its class: it must not compute with the weights of the original.
     """
@@ -194,8 +193,8 @@ class _Faster:
             return functional.linear(rows, self._module.weight, self._module.bias)
         if used == count:
             return self._operator(rows, self._weight, self._bias, "none", [], "")
-        filled = functional.pad(rows.reshape(count, -1), (0, 0, 0, used - count))
-        result = self._operator(filled, self._weight, self._bias, "none", [], "")
+        padded = functional.pad(rows.reshape(count, -1), (0, 0, 0, used - count))
+        result = self._operator(padded, self._weight, self._bias, "none", [], "")
         return result[:count].view(*rows.shape[:-1], -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -217,8 +216,7 @@ _SWITCHED: set[torch.nn.Module] = set()  # layers whose forward is ours now
 def faster(model: Any, *, was_read: bool = False) -> Iterator[None]:
     """Inside, plain float32 linear layers on the CPU use oneDNN for few rows.
 
-    `was_read` says that the model's state was read for this forward, so that copies of weights are checked
-    already.
+    `was_read` says that the caller has read the model's state for this forward already.
     """
     operator = _onednn_linear()
     changed: list[torch.nn.Module] = []

@@ -1,9 +1,9 @@
 """What the layers of a model see: everything before a token, a sliding window of it, or something else.
 
-Configurations and keyword arguments name windows in many ways, and not every name is in force. So the masks
-are looked at that a model makes for itself: a few tokens at the far end of its range go through it behind a
-cache that only says it is full, with attention that looks at its mask and computes nothing. That costs one
-step of decoding and no memory, however long the range is. Knows no engine and no backend but its own.
+Configurations and keyword arguments name windows in many ways, and not every name has an effect. So we read
+the masks that a model makes itself: a few tokens at the far end of its range go through it, behind a cache
+that only claims to be full, with attention that records its mask and computes nothing. That costs one decode
+step and no memory, however long the range is. Knows no engine and no backend but its own.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.identity.attention_name import own_name
 from kvboost.kernels.scope import AttentionCall, forward_scope
 
-_TOKENS = 3  # enough to tell a window, which moves with every token, from a chunk, which does not
-_RANGE_TOKENS = 32_768  # of a model that does not say how long it may read
-_HIDDEN = -1e4  # what a mask adds to a key that may not be seen, or less
+_TOKENS = 3  # enough to tell a sliding window from a chunk, which does not move with every token
+_RANGE_TOKENS = 32_768  # for models that name no maximum length
+_HIDDEN = -1e4  # a mask that adds this or less hides the key
 
 
 @dataclass(frozen=True)
 class Windows:
     """Per layer, how many tokens a token sees, itself included; None = all of them.
 
-    `refusal` says why these are not all that the masks do, or why nothing could be learned (`layers` is
-    empty then). `by_module` has the same windows by attention module; windows as long as `range_tokens` never
-    matter.
+    `refusal` says why windows alone do not describe the masks, or why nothing could be learned (`layers` is
+    empty then). `by_module` has the same windows by attention module. Windows of `range_tokens` or more have
+    no effect.
     """
 
     layers: tuple[int | None, ...]
@@ -42,7 +42,7 @@ class Windows:
     range_tokens: int
     refusal: str = ""
     is_own_attention: bool = False  # no layer calls transformers' attention interface
-    is_otherwise: bool = False  # a mask shows something else: chunks, what the text decides, what comes later
+    is_otherwise: bool = False  # a mask is neither causal nor a window: chunks, a prefix that sees ahead
 
     @property
     def smallest(self) -> int | None:
@@ -60,7 +60,7 @@ def windows_of(model: Any) -> Windows:
 
 
 def windows_now(model: Any) -> Windows:
-    """The same, measured again where the model's config or its modules are others than before."""
+    """The same, measured again if the model's config or its modules have changed."""
     fields = {name: comparable(value) for name, value in vars(text_config(model)).items()}
     made_of = (fields, [id(module) for module in model.modules()])
     kept = _LEARNED.get(model)
@@ -102,7 +102,7 @@ def _uses_masks(config: Any) -> bool:
 
 @contextmanager
 def _with_masks(config: Any) -> Iterator[None]:
-    """Inside, the model makes masks, also where its own kernels do without."""
+    """Inside, the model makes masks, even if its own kernels need none."""
     before = config._attn_implementation
     if not _uses_masks(config):
         config._attn_implementation = "sdpa"
@@ -113,7 +113,7 @@ def _with_masks(config: Any) -> Iterator[None]:
 
 
 def _far_end(model: Any) -> int:
-    """Tokens before the last ones of the model's range; windows that are longer never matter."""
+    """Tokens before the last ones of the model's range; longer windows have no effect."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     longest = int(limit) if isinstance(limit, int) and limit > 0 else _RANGE_TOKENS
     return max(1, longest - _TOKENS - 1)
@@ -144,11 +144,11 @@ def _read(seen: Sequence[tuple[torch.nn.Module, torch.Tensor | None]], cached: i
 
 
 class _UnknownMaskError(Exception):
-    """There is no mask `[1, 1, n, tokens]` to be read."""
+    """There is no mask `[1, 1, n, tokens]` to read."""
 
 
 class _OtherMaskError(_UnknownMaskError):
-    """A mask that shows neither everything before a token nor a window of it."""
+    """A mask that is neither causal nor a sliding window."""
 
 
 def _window(mask: torch.Tensor | None, cached: int) -> tuple[int | None, str]:
@@ -174,7 +174,7 @@ def _window(mask: torch.Tensor | None, cached: int) -> tuple[int | None, str]:
 
 
 class _Recorder:
-    """Attention that keeps the mask of every layer, and the window that it names, and returns zeros."""
+    """A backend that records the mask of every layer and the window that it names, and returns zeros."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.nn.Module, torch.Tensor | None, int | None]] = []
@@ -187,7 +187,7 @@ class _Recorder:
 
 
 class _FullLayer(CacheLayerMixin):
-    """A layer that says it holds `length` tokens, and holds none."""
+    """A cache layer that claims to hold `length` tokens, and holds none."""
 
     is_compileable = False
     is_croppable = True
@@ -223,7 +223,7 @@ class _FullLayer(CacheLayerMixin):
 
 
 class _FullCache(Cache):
-    """Layers that say they hold `length` tokens each."""
+    """A cache whose layers claim to hold `length` tokens each."""
 
     def __init__(self, num_layers: int, length: int) -> None:
         super().__init__(layers=[_FullLayer(length) for _ in range(num_layers)])

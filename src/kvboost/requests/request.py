@@ -24,8 +24,8 @@ from kvboost.kv import rope
 from kvboost.models import GenerationResult, ScoreResult, Span
 from kvboost.requests.encoding import check_text
 from kvboost.requests.prompts import Prompt, PromptReader, TokenizedPrompt
-from kvboost.run import decode
-from kvboost.run.decode import Decoded, GenerationOptions, Watch
+from kvboost.run.decode import Decoded, Watch
+from kvboost.run.options import GenerationOptions, read_options
 
 _MAX_SEED = 2**63
 _WITH_STATE = ("logits_processor", "stopping_criteria")  # a caller's own; they may note what they have seen
@@ -278,7 +278,7 @@ class RequestReader:
         """Mode and options, against what the model can do."""
         mode = choice(GenerationMode, "mode", arguments.mode)
         options = _checked_options(arguments.options)
-        return mode, decode.read_options(
+        return mode, read_options(
             self._model,
             arguments.max_new_tokens,
             arguments.temperature,
@@ -297,7 +297,7 @@ class RequestReader:
     ) -> list[ScoreRequest]:
         """Pairs of a prompt and a continuation. An error names the pair that is wrong."""
         checked_mode = choice(GenerationMode, "mode", mode)
-        options = decode.read_options(self._model, 1, 1.0, False, None, {})
+        options = read_options(self._model, 1, 1.0, False, None, {})
         pairs = _checked_list(prompts), _checked_list(continuations, "continuations")
         if len(prompts) != len(continuations):
             raise InvalidRequestError(

@@ -168,10 +168,8 @@ def _forward(
             logits_to_keep=keep,
         )
     logits = output.logits[0]
-    if isinstance(keep, torch.Tensor) and len(logits) != len(
-        keep
-    ):  # a model that knows no `logits_to_keep` gives them all
-        logits = logits[keep]
+    if isinstance(keep, torch.Tensor) and len(logits) != len(keep):
+        logits = logits[keep]  # the model knows no `logits_to_keep` and gives them all
     done = 0
     for index, first, count in spans:
         yield ExtensionLogits(index, first, logits[done : done + count])

@@ -21,7 +21,8 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from kvboost.run.decode import Decoded, GenerationOptions, finish_reason
+from kvboost.run.decode import Decoded, finish_reason
+from kvboost.run.options import GenerationOptions
 
 # How generate would run, and what it would return: a sequence has its own cache, and takes only tokens.
 _NOT_FOR_BATCHES: dict[str, Any] = {

@@ -12,6 +12,7 @@ from kvboost.choices import AssemblyMode
 from kvboost.kv.arena import Arena
 from kvboost.reuse import repair
 from kvboost.run import decode
+from kvboost.run.options import read_options
 from tests.engine.reuse_checks import (
     approximate_tokens,
     chain_tokens,
@@ -69,7 +70,7 @@ def test_beams_and_sampling_run_on_the_repaired_arena(
     repair.complete(model, ids, arena, plan.repair_runs, strategy, end=total - 1)
     given = dict(options)
     seed, do_sample = given.pop("seed", None), given.pop("do_sample", False)
-    checked = decode.read_options(model, 12, 1.0, do_sample, seed, given)
+    checked = read_options(model, 12, 1.0, do_sample, seed, given)
     if checked.num_sequences > 1:
         arena.batch_repeat_interleave(checked.num_sequences)
     expected = decode.generate(model, engine.tokenizer, ids, arena, checked, decode.Watch())
