@@ -168,7 +168,7 @@ class InferenceEngine:
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
         requests = self.core.read_all(prompts, arguments, max_batch_tokens)
         outcomes = self.core.workload.outcomes(
-            requests, loners_alone=False, max_batch_tokens=max_batch_tokens
+            requests, unshared_alone=False, max_batch_tokens=max_batch_tokens
         )
         return workload.collected(outcomes, len(requests))
 
@@ -192,7 +192,9 @@ class InferenceEngine:
         """
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
         requests = self.core.read_all(prompts, arguments, max_batch_tokens)
-        outcomes = self.core.workload.outcomes(requests, loners_alone=True, max_batch_tokens=max_batch_tokens)
+        outcomes = self.core.workload.outcomes(
+            requests, unshared_alone=True, max_batch_tokens=max_batch_tokens
+        )
         return workload.collected(workload.shown(outcomes, len(requests), progress), len(requests))
 
     def stream_many(
@@ -214,7 +216,9 @@ class InferenceEngine:
         """
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
         requests = self.core.read_all(prompts, arguments, max_batch_tokens)
-        outcomes = self.core.workload.outcomes(requests, loners_alone=True, max_batch_tokens=max_batch_tokens)
+        outcomes = self.core.workload.outcomes(
+            requests, unshared_alone=True, max_batch_tokens=max_batch_tokens
+        )
         return workload.streamed(outcomes, len(requests))
 
     def score(
@@ -233,7 +237,9 @@ class InferenceEngine:
         leaves the prompt's tokens as they are.
         """
         requests = self.core.read_scores(prompts, continuations, mode, cache_salt, max_batch_tokens)
-        outcomes = self.core.scoring.outcomes(requests, loners_alone=False, max_batch_tokens=max_batch_tokens)
+        outcomes = self.core.scoring.outcomes(
+            requests, unshared_alone=False, max_batch_tokens=max_batch_tokens
+        )
         return workload.collected(workload.shown(outcomes, len(requests), progress), len(requests))
 
     # --- filling the cache, and one's own generate loop ---------------------------------------

@@ -164,17 +164,17 @@ def split_into_batches(
     *,
     max_tokens: int,
     max_sequences: int,
-    loners_alone: bool,
+    unshared_alone: bool,
 ) -> Iterator[list[int]]:
     """Indices of prompts that run together: adjacent in sorted order, each batch within its bounds.
 
     `lengths` are prompts with their answers. A batch has at least one prompt, however long. Cuts are made
-    where neighbours share little. With `loners_alone`, a prompt that shares fewer than
-    `MIN_SHARED_TOKENS` tokens with its neighbours has a batch of its own.
+    where adjacent prompts share little. With `unshared_alone`, a prompt that shares fewer than
+    `MIN_SHARED_TOKENS` tokens with any other has a batch of its own.
     """
     order = sorted_by_tokens(token_ids)
     shared = [0, *_shared_with_next(order, token_ids, limits), 0]
-    if loners_alone:
+    if unshared_alone:
         alone = [
             place for place in range(len(order)) if max(shared[place], shared[place + 1]) < MIN_SHARED_TOKENS
         ]

@@ -76,7 +76,7 @@ class Workload(Generic[R, Result]):
         self._why_alone = why_alone
 
     def outcomes(
-        self, requests: Sequence[R], *, loners_alone: bool, max_batch_tokens: int | None
+        self, requests: Sequence[R], *, unshared_alone: bool, max_batch_tokens: int | None
     ) -> Iterator[Outcome[Result]]:
         """What became of each request, as they finish."""
         max_tokens = max_batch_tokens or default_batch_tokens(self._layout)
@@ -86,7 +86,7 @@ class Workload(Generic[R, Result]):
             [request.needed for request in requests],
             max_tokens=max_tokens,
             max_sequences=MAX_SEQUENCES,
-            loners_alone=loners_alone,
+            unshared_alone=unshared_alone,
         )
         for batch in batches:
             chosen = [requests[index] for index in batch]

@@ -137,7 +137,7 @@ def test_two_rows_share_what_they_can(prompts: list[np.ndarray]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(families(), st.integers(1, 400), st.integers(1, 8), st.booleans())
 def test_batches_hold_every_prompt_once_and_keep_their_bounds(
-    prompts: list[np.ndarray], max_tokens: int, max_sequences: int, loners_alone: bool
+    prompts: list[np.ndarray], max_tokens: int, max_sequences: int, unshared_alone: bool
 ) -> None:
     limits = [len(prompt) - 1 for prompt in prompts]
     lengths = [len(prompt) + 5 for prompt in prompts]
@@ -148,7 +148,7 @@ def test_batches_hold_every_prompt_once_and_keep_their_bounds(
             lengths,
             max_tokens=max_tokens,
             max_sequences=max_sequences,
-            loners_alone=loners_alone,
+            unshared_alone=unshared_alone,
         )
     )
     assert sorted(index for batch in batches for index in batch) == list(range(len(prompts)))
@@ -167,11 +167,11 @@ def test_loners_have_batches_of_their_own() -> None:
     limits = [len(prompt) - 1 for prompt in prompts]
     lengths = [len(prompt) + 1 for prompt in prompts]
 
-    def split(loners_alone: bool) -> list[list[int]]:
+    def split(unshared_alone: bool) -> list[list[int]]:
         bounds = {"max_tokens": 10_000, "max_sequences": 64}
         return [
             sorted(batch)
-            for batch in split_into_batches(prompts, limits, lengths, **bounds, loners_alone=loners_alone)
+            for batch in split_into_batches(prompts, limits, lengths, **bounds, unshared_alone=unshared_alone)
         ]
 
     assert sorted(split(True)) == [[0], [1, 2, 4, 6], [3], [5]]
@@ -182,6 +182,8 @@ def test_cuts_fall_between_families() -> None:
     prompts = [np.array([family] * 40 + [index]) for family in (1, 2) for index in range(5)]
     limits = [40] * 10
     batches = list(
-        split_into_batches(prompts, limits, [45] * 10, max_tokens=10_000, max_sequences=8, loners_alone=True)
+        split_into_batches(
+            prompts, limits, [45] * 10, max_tokens=10_000, max_sequences=8, unshared_alone=True
+        )
     )
     assert batches == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
