@@ -18,6 +18,7 @@ import pytest
 
 from kvboost.disk import growth as disk_growth
 from kvboost.disk import room as disk_room
+from kvboost.disk import tier as disk_tier
 from kvboost.disk.folder import DESCRIPTION, OWNERS
 from kvboost.disk.index import DiskIndex
 from kvboost.disk.room import GROWING, Room
@@ -490,15 +491,16 @@ def test_clear_leaves_the_slots_that_another_process_writes_to(
 ) -> None:
     with in_room(disk, "a", 40) as a, in_room(disk, "a", 40) as other, in_room(disk, "b", 40) as b:
         write(a, range(24))
-        real = a._fill
+        real = disk_tier.write_claimed
 
-        def fill(claimed: Any) -> Any:
-            other.clear()
-            write(b, range(100, 140))
-            return real(claimed)
+        def fill(index: DiskIndex, *rest: Any) -> Any:
+            if index is a._index:
+                other.clear()
+                write(b, range(100, 140))
+            return real(index, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(a, "_fill", fill)
+            patch.setattr(disk_tier, "write_claimed", fill)
             assert all(a.write_records([to_record(chunk_of(number)) for number in range(30, 33)]))
         assert all_slots(disk) <= 40
         assert held(other, range(40)) == [30, 31, 32]
@@ -512,15 +514,15 @@ def test_a_chunk_whose_slot_was_given_back_meanwhile_is_refused(
 ) -> None:
     with in_room(disk, "a", 40) as a:
         write(a, range(3))
-        real = a._fill
+        real = disk_tier.write_claimed
 
-        def fill(claimed: Any) -> Any:
+        def fill(*claimed: Any) -> Any:
             with a._index.transaction():
                 a._index._execute("DELETE FROM claims")
-            return real(claimed)
+            return real(*claimed)
 
         with monkeypatch.context() as patch:
-            patch.setattr(a, "_fill", fill)
+            patch.setattr(disk_tier, "write_claimed", fill)
             assert not a.write(chunk_of(5))
         assert a.stats()["refused"] == {"its slot was given back meanwhile": 1}
         assert held(a, range(9)) == [0, 1, 2]

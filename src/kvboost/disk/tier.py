@@ -1,9 +1,9 @@
-"""Chunks on disk: a folder with a slot file, an index, and nothing that could serve a wrong tensor.
+"""Chunks on disk: a folder with a slot file and an index, which never serves a wrong tensor.
 
-A chunk is written to a free slot first and then entered in the index; it is read back with its header and
-compared with the index, and its checksum covers key, description, tokens and payload. Whatever goes wrong is
-a miss with a counted reason. Several processes may use one folder, and any of them may die at any moment. An
-index that is damaged is set aside and made anew from the slots. Knows chunks and files, no model.
+A chunk is written to a free slot first (`slot_writer`) and then entered in the index. It is read back with
+its header, compared with the index, and its checksum covers key, description, tokens and payload. Whatever
+goes wrong is a miss with a counted reason. Several processes may use one folder, and any of them may die at
+any moment. Knows chunks and files, no model; what an open folder is made of, `opening` knows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from kvboost.disk import serde
 from kvboost.disk.check import CheckReport, Progress, check_records
+from kvboost.disk.entries import DiskEntries
 from kvboost.disk.folder import (
     DESCRIPTION,
     INDEX,
@@ -31,11 +32,11 @@ from kvboost.disk.folder import (
     remove_leftovers,
 )
 from kvboost.disk.growth import NO_ROOM, Growth, give_back
-from kvboost.disk.index import IndexRow
 from kvboost.disk.opening import OpenFolder, open_folder
-from kvboost.disk.records import DiskEntry, entry_of, payload_of, row_of
+from kvboost.disk.records import DiskEntry, payload_of
 from kvboost.disk.room import Room, note_use
 from kvboost.disk.serde import Record
+from kvboost.disk.slot_writer import write_claimed
 from kvboost.disk.trust import real_folder
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec
@@ -45,7 +46,6 @@ from kvboost.models import CachedChunk
 __all__ = ["CORRUPT", "GONE", "INDEX", "SLOTS", "CheckReport", "DiskEntry", "DiskTier"]
 _log = logging.getLogger(__name__)
 READ_ONLY = "read-only folder"
-NO_LONGER = "its slot was given back meanwhile"
 CORRUPT = "corrupt"
 GONE = "evicted"
 _FAILURES = (OSError, sqlite3.Error, UnicodeError, CacheFileError)
@@ -85,12 +85,10 @@ class DiskTier:
         self.slot_bytes = slot_bytes
         self.misses: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self.evicted: list[str] = []  # keys that made room since somebody asked last
         self._codec = codec
-        self._lock = fork_safe_rlock()  # for the entries; never held while the disk is waited for
         self._writing = fork_safe_rlock()
-        self._entries: dict[str, DiskEntry] = {}
-        self._lost: list[str] = []  # keys of chunks whose slots the file does not have, until `check` told
+        self._entries = DiskEntries(slot_bytes)
+        self._lost: list[str] = []  # keys of chunks whose slots the file has lost, until `check` reports them
         self._is_closed = False
         self._room = room
         self._growth = Growth(self.folder, max_chunks, room) if grows else None
@@ -133,7 +131,7 @@ class DiskTier:
         return files
 
     def _load(self) -> None:
-        """Take over what the index says; rows that are damaged are dropped."""
+        """Take over what the index says; damaged entries are dropped."""
         try:
             rows = self._index.rows()
         except sqlite3.Error as error:
@@ -143,7 +141,7 @@ class DiskTier:
         entries: dict[str, DiskEntry] = {}
         damaged = []
         for row in rows:
-            entry = self._entry_of(row)
+            entry = self._entries.of_row(row)
             if entry is None:
                 damaged.append(row)
             elif entry.slot >= in_file:  # the file has lost it
@@ -151,19 +149,11 @@ class DiskTier:
                 self._lost.append(row.key)
             else:
                 entries[row.key] = entry
-        with self._lock:
-            self._entries = entries
+        self._entries.replace(entries)
         if damaged:
             self.misses[CORRUPT] += len(damaged)
             with contextlib.suppress(sqlite3.Error):
                 self._index.remove_rows(damaged)
-
-    def _entry_of(self, row: IndexRow) -> DiskEntry | None:
-        """What a row of the index says, checked unless it is known; None where it is damaged."""
-        known = self._entries.get(row.key)
-        if known is not None and (known.slot, known.header.raw) == (row.slot, row.header):
-            return known
-        return entry_of(row, self.slot_bytes)
 
     def refresh(self) -> bool:
         """Notice what other processes have written; True where something changed."""
@@ -222,19 +212,17 @@ class DiskTier:
             self._growth.make_room(self._index, self._slots, new, self.refused)
         parents = [str(record.header.meta["parent"]) for record in wanted.values()]
         claimed, evicted = self._index.claim(list(wanted), parents)
-        with self._lock:
-            self.evicted += evicted
-            for key in evicted:
-                self._entries.pop(key, None)
-        written = self._fill({slot: wanted[key] for key, slot in claimed.items()})
-        with self._lock:
-            for row in written:
-                self._entries[row.key] = DiskEntry(row.slot, wanted[row.key].header)
-        for key in wanted.keys() - claimed.keys() - self._entries.keys():
+        self._entries.evict(evicted)
+        slots = {slot: wanted[key] for key, slot in claimed.items()}
+        written = write_claimed(self._index, self._slots, slots, self.refused)
+        self._entries.update({row.key: DiskEntry(row.slot, wanted[row.key].header) for row in written})
+        for key in wanted.keys() - claimed.keys():
+            if key in self._entries:
+                continue
             row_of_another = self._index.row(key)
-            entry = self._entry_of(row_of_another) if row_of_another is not None else None
+            entry = self._entries.of_row(row_of_another) if row_of_another is not None else None
             if entry is not None:
-                self._entries[key] = entry
+                self._entries.update({key: entry})
             else:
                 self.refused[NO_ROOM if self._growth is None else self._growth.why_no_room] += 1
         self._note_use()
@@ -243,36 +231,6 @@ class DiskTier:
         """Open what has taken the place of the files that are open, or that had to be closed."""
         if self._index.was_replaced() or self._slots.was_replaced():
             self.refresh()
-
-    def _fill(self, claimed: dict[int, Record]) -> list[IndexRow]:
-        """Write records to the slots claimed for them, sync and enter them; returns what was entered."""
-        written: list[IndexRow] = []
-        failed: list[int] = []
-        try:
-            for slot, record in claimed.items():
-                header = record.header
-                try:
-                    self._slots.write(slot, header.payload_start, record.payload)
-                    self._slots.write(slot, 0, [header.raw])
-                    written.append(row_of(slot, header))
-                except (OSError, EOFError) as error:
-                    failed.append(slot)
-                    self.refused[f"{type(error).__name__}: {error}"] += 1
-            self._slots.sync()
-        except BaseException:
-            failed = list(claimed)
-            written = []
-            raise
-        finally:
-            try:
-                if written:
-                    entered = self._index.publish(written)
-                    self.refused[NO_LONGER] += len(written) - len(entered)
-                    written = entered
-            finally:
-                if failed:
-                    self._index.give_up(failed)
-        return written
 
     def _note_use(self) -> None:
         """Let other models of the same room see that this one is used."""
@@ -296,13 +254,11 @@ class DiskTier:
 
     def entry(self, key: str) -> DiskEntry | None:
         """What is known of a chunk, without reading it."""
-        with self._lock:
-            return self._entries.get(key)
+        return self._entries.get(key)
 
     def entries(self) -> list[DiskEntry]:
         """All that is known to be on disk, without reading any of it."""
-        with self._lock:
-            return list(self._entries.values())
+        return self._entries.all()
 
     def load(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | None:
         """Read a chunk and check it over; None, with a counted reason, where it is not what it should be."""
@@ -337,28 +293,23 @@ class DiskTier:
     def _moved(self, entry: DiskEntry) -> DiskEntry | str:
         """Where a chunk is now whose slot holds something else; a reason where it is gone or damaged."""
         key = entry.header.key
-        with self._lock:
-            if self._entries.get(key) is entry:
-                del self._entries[key]
+        self._entries.drop_entry(entry)
         try:
             row = self._index.row(key)
             if row is None:
                 return GONE
-            now = self._entry_of(row)
+            now = self._entries.of_row(row)
             if now is None or (now.slot, now.header.raw) == (entry.slot, entry.header.raw):
                 self._index.remove_rows([row])
                 return CORRUPT
         except _FAILURES:
             return CORRUPT
-        with self._lock:
-            self._entries[key] = now
+        self._entries.update({key: now})
         return now
 
     def take_evicted(self) -> list[str]:
         """The keys that made room for others since this was asked last."""
-        with self._lock:
-            taken, self.evicted = self.evicted, []
-            return taken
+        return self._entries.take_evicted()
 
     def touch(self, keys: Sequence[str]) -> None:
         """Count chunks as used just now."""
@@ -370,9 +321,7 @@ class DiskTier:
         """Forget chunks."""
         if self.is_read_only:
             return
-        with self._lock:
-            for key in keys:
-                self._entries.pop(key, None)
+        self._entries.drop(keys)
         with contextlib.suppress(*_FAILURES):
             self._index.remove(keys)
 
@@ -387,9 +336,7 @@ class DiskTier:
         report.corrupt += self._lost
         self._lost = []
         if repair and damaged:
-            with self._lock:
-                for row in damaged:
-                    self._entries.pop(row.key, None)
+            self._entries.drop(row.key for row in damaged)
             try:
                 self._index.remove_rows(damaged)
             except sqlite3.Error as error:
@@ -403,8 +350,7 @@ class DiskTier:
             if self._is_closed:
                 raise CacheFileError(f"{self.folder} could not be cleared: it was closed before")
             self._follow()
-            with self._lock:
-                self._entries.clear()
+            self._entries.replace({})
             try:
                 self._index.clear()  # first: slots that are given back must not count any more
                 give_back(self._index, self._slots)
@@ -422,33 +368,29 @@ class DiskTier:
 
     def stats(self) -> dict[str, Any]:
         """Sizes and counters at this moment."""
-        with self._lock:
-            used = len(self._entries)
-            return {
-                "folder": str(self.folder),
-                "chunks": used,
-                "max_chunks": self.max_chunks,
-                "bytes": sum(entry.header.record_bytes for entry in self._entries.values()),
-                "allocated_bytes": self._slots.size_bytes,
-                "read_only": self.is_read_only,
-                "misses": {name: count for name, count in self.misses.items() if count},
-                "refused": {name: count for name, count in self.refused.items() if count},
-            }
+        chunks, record_bytes = self._entries.sizes()
+        return {
+            "folder": str(self.folder),
+            "chunks": chunks,
+            "max_chunks": self.max_chunks,
+            "bytes": record_bytes,
+            "allocated_bytes": self._slots.size_bytes,
+            "read_only": self.is_read_only,
+            "misses": {name: count for name, count in self.misses.items() if count},
+            "refused": {name: count for name, count in self.refused.items() if count},
+        }
 
     def __contains__(self, key: object) -> bool:
-        with self._lock:
-            return key in self._entries
+        return key in self._entries
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._entries)
+        return len(self._entries)
 
     def close(self) -> None:
         """Close the files. It can be called twice; afterwards nothing is found and nothing is written."""
         with self._writing:
             self._is_closed = True
-            with self._lock:
-                self._entries = {}
+            self._entries.replace({})
             self._files.close()
 
     def __enter__(self) -> DiskTier:
