@@ -50,9 +50,7 @@ class LruTier(MemoryTier):
 class LruManager(KVCacheManager):
     """The store with plain LRU in place of its rule; all else is the same."""
 
-    def __init__(self, max_chunks: int | None, max_cache_bytes: int | None, *, chunk_size: int) -> None:
-        super().__init__(max_chunks, max_cache_bytes, chunk_size=chunk_size)
-        self._store.tier = LruTier(max_chunks, max_cache_bytes)
+    budget_type = LruTier
 
 
 def run(settings: EvictionSettings, tell: Tell = lambda _text: None) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import torch
 from kvboost.kv.codec import KVCodec
 from kvboost.kv.layout import KVLayout, Packed
 from kvboost.store.chunking import ChunkRegistry
-from kvboost.store.manager import KVCacheManager, StoreReport
+from kvboost.store.inserter import StoreReport
+from kvboost.store.manager import KVCacheManager
 
 
 @cache

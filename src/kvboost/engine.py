@@ -45,7 +45,7 @@ from kvboost.settings import (
     constructor_takes,
     takes,
 )
-from kvboost.store.manager import StoreReport
+from kvboost.store.inserter import StoreReport
 
 
 class InferenceEngine:

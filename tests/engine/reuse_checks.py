@@ -16,7 +16,6 @@ from kvboost.identity.namespace import Namespace
 from kvboost.reuse.costs import CostEstimate
 from kvboost.reuse.plan import CHAIN_REASON
 from kvboost.store.content_index import ContentIndex
-from kvboost.store.prefix_tree import below
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import long_model, random_ids
 
@@ -51,26 +50,25 @@ def check_spans(result: GenerationResult) -> None:
 def check_store(engine: KVBoost) -> None:
     """Books, chains and content index agree, and nobody holds anything."""
     engine.cache_manager.check_integrity()
-    store = engine.cache_manager._store
+    pool = engine.cache_manager._store._pool
     debts: dict[str, set[str]] = {}
     indexed: dict[str, list[Any]] = {}
-    for key, entry in store.entries.items():
+    for key, entry in pool.entries.items():
         assert entry.readers == 0
         composite = entry.chunk.composite
         if composite is None:
-            indexed.setdefault(store.namespaces[entry.root_key].content_key, []).append(entry.node)
+            indexed.setdefault(pool.forest.namespace(entry.root_key).content_key, []).append(entry.node)
             continue
         for borrow in composite.borrows:
             debts.setdefault(borrow.donor, set()).add(key)
-            donor = store.entries[borrow.donor]  # nothing dangles
+            donor = pool.entries[borrow.donor]  # nothing dangles
             taken = donor.chunk.token_ids[borrow.offset : borrow.offset + borrow.end - borrow.start]
             first = borrow.start - entry.node.start
             assert list(taken) == list(entry.chunk.token_ids[first : first + borrow.end - borrow.start])
-    assert debts == store.borrowers
+    assert debts == pool._borrowers.by_donor()
     for key, nodes in indexed.items():
-        store.contents.get(key, ContentIndex()).check_integrity(nodes)
-    budget = store.tier.max_bytes
-    assert budget is None or store.tier.used_bytes <= budget
+        (pool.forest.content(key) or ContentIndex()).check_integrity(nodes)
+    assert pool.budget.max_bytes is None or pool.budget.used_bytes <= pool.budget.max_bytes
 
 
 def approximate_tokens(result: GenerationResult) -> int:
@@ -96,16 +94,15 @@ def fresh_kv(model: Any, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.T
 def check_exact_tree(engine: KVBoost, namespace: Namespace | None = None) -> int:
     """Every chunk of the exact tree holds what a full prefill of its path gives; returns their number."""
     store = engine.cache_manager._store
-    root = store.roots.get((namespace or engine.namespace()).key)
-    nodes = below(root) if root is not None else []
+    nodes = store.nodes((namespace or engine.namespace()).key)
     for leaf in (node for node in nodes if not node.children):
         path = [leaf]
         while path[-1].parent is not None and not path[-1].parent.is_root:
             path.append(path[-1].parent)
-        ids = joined([store.entries[node.key].chunk.token_ids for node in reversed(path)])
+        ids = joined([store.entry(node.key).chunk.token_ids for node in reversed(path)])
         wanted = fresh_kv(engine.model, ids)
         for node in path:
-            chunk = store.entries[node.key].chunk
+            chunk = store.entry(node.key).chunk
             assert chunk.composite is None
             for pair, wanted_pair in zip(chunk.past_key_values, wanted, strict=True):
                 for part, full in zip(pair, wanted_pair, strict=True):

@@ -21,7 +21,7 @@ def reused_shares(engine: KVBoost, queries: int, seed: int) -> list[float]:
     """The reused share of each of `queries` prompts with 5 of 60 documents, in random order."""
     draw = random.Random(seed)
     shelf = [random_ids(draw.randint(64, 96), seed=seed * 1000 + number) for number in range(SHELF)]
-    budget = engine.cache_manager._store.tier.max_bytes
+    budget = engine.cache_stats()["max_bytes"]
     assert budget is not None
     shares = []
     for number in range(queries):

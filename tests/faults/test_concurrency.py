@@ -11,7 +11,8 @@ import pytest
 
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.layout import Packed
-from kvboost.store.manager import ROOT, KVCacheManager
+from kvboost.store.forest import ROOT
+from kvboost.store.manager import KVCacheManager
 from tests.threads import in_threads
 from tests.unit.fake_kv import CODEC, TOKEN_SIZE, check_cover, check_kv, extractor, store, user_chunk
 
@@ -79,7 +80,7 @@ def test_threads_hammering_one_store(max_chunks: int | None, max_tokens: int | N
 
     in_threads(THREADS, work)
     manager.check_integrity()
-    for entry in manager._store.entries.values():
+    for entry in manager._store.entries().values():
         assert entry.readers == 0
 
 

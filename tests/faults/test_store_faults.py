@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvboost.errors import UnstorableKVError
 from kvboost.kv.layout import Packed
-from kvboost.store.manager import ROOT, KVCacheManager
+from kvboost.store.forest import ROOT
+from kvboost.store.manager import KVCacheManager
 from tests.unit.fake_kv import (
     CODEC,
     LAYOUT,

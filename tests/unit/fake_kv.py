@@ -17,7 +17,10 @@ from kvboost.kv.codec import KVCodec
 from kvboost.kv.layout import KVLayout, Packed
 from kvboost.models import CachedChunk, PastKVType, chained_hash, content_hash_from_tokens
 from kvboost.store.chunking import ChunkRegistry
-from kvboost.store.manager import ROOT, ChunkMatch, KVCacheManager, StoreReport
+from kvboost.store.forest import ROOT
+from kvboost.store.inserter import StoreReport
+from kvboost.store.manager import KVCacheManager
+from kvboost.store.matching import ChunkMatch
 
 _HEADS = ((1, 2), (2, 3))  # (kv_heads, head_dim) of each layer
 LAYOUT = KVLayout.of(tuple((torch.empty(1, h, 0, d, dtype=torch.float64),) * 2 for h, d in _HEADS))

@@ -26,7 +26,7 @@ from kvboost.requests.request import Request, ScoreRequest
 from kvboost.run import decode
 from kvboost.run.packed_step import Extension, Segment, extend
 from kvboost.run.sampling import SequenceSampler
-from kvboost.store.manager import StoreReport
+from kvboost.store.inserter import StoreReport
 
 
 class ModelChangedError(Exception):

@@ -34,7 +34,7 @@ from kvboost.reuse.plan import PrefixPart, ReusePlan
 from kvboost.run import decode
 from kvboost.run.packed_step import Extension, Segment, extend
 from kvboost.run.sampling import SequenceSampler
-from kvboost.store.manager import StoreReport
+from kvboost.store.inserter import StoreReport
 
 
 @dataclass

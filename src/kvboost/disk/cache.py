@@ -28,7 +28,7 @@ from kvboost.disk.tier import GONE, DiskEntry, DiskTier
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.locks import fork_safe_lock
-from kvboost.store.chunks import StoredChunk
+from kvboost.store.entries import StoredChunk
 from kvboost.store.manager import KVCacheManager
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from kvboost.disk.trust import open_regular
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.models import content_hash_from_tokens, token_bytes
-from kvboost.store.chunks import StoredChunk
+from kvboost.store.entries import StoredChunk
 from kvboost.store.manager import KVCacheManager
 
 HEADER = "cache.json"

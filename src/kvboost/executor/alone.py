@@ -26,7 +26,7 @@ from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import decode
 from kvboost.run.decode import Decoded
-from kvboost.store.manager import StoreReport
+from kvboost.store.inserter import StoreReport
 
 
 class AloneRunner:

@@ -19,7 +19,7 @@ from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Request
 from kvboost.run import decode
 from kvboost.run.options import read_options
-from kvboost.store.manager import StoreReport
+from kvboost.store.inserter import StoreReport
 
 
 class OwnLoop:

@@ -17,7 +17,7 @@ from kvboost.models import WarmResult
 from kvboost.requests.prompts import Prompt
 from kvboost.run import decode
 from kvboost.run.sparse_forward import run_scattered
-from kvboost.store.manager import StoreReport
+from kvboost.store.inserter import StoreReport
 
 
 class Warmer:

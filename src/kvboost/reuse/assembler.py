@@ -20,8 +20,9 @@ from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.kv.rope import KeyRotation
 from kvboost.models import AssembledPrompt, TokenIds
 from kvboost.reuse.plan import Estimator, PrefixPart, ReusePlan, cut_pieces
-from kvboost.store.manager import ROOT, KVCacheManager, PrefixMatch
-from kvboost.store.matching import ChainMatch, ChunkMatch
+from kvboost.store.forest import ROOT
+from kvboost.store.manager import KVCacheManager
+from kvboost.store.matching import ChainMatch, ChunkMatch, PrefixMatch
 
 
 class PromptAssembler:

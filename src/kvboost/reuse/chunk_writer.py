@@ -21,7 +21,8 @@ from kvboost.models import Borrow, CompositeChunk
 from kvboost.requests.prepared import CHANGED_REASON
 from kvboost.reuse.plan import ReusePlan
 from kvboost.store.chunking import ChunkRegistry
-from kvboost.store.manager import KVCacheManager, StoreReport
+from kvboost.store.inserter import StoreReport
+from kvboost.store.manager import KVCacheManager
 from kvboost.store.matching import ChunkMatch
 
 

@@ -15,8 +15,7 @@ import numpy as np
 from kvboost.choices import Origin
 from kvboost.models import ReusedRun, Span
 from kvboost.reuse.costs import CostEstimate
-from kvboost.store.manager import ContentMatch, PrefixMatch
-from kvboost.store.matching import ChainMatch, ChunkMatch
+from kvboost.store.matching import ChainMatch, ChunkMatch, ContentMatch, PrefixMatch
 
 CHAIN_REASON = "repaired in an earlier request"
 LOSSY_REASON = "prefix, overlap encoding"

@@ -1,84 +1,59 @@
-"""The check that tree, entries and books of a chunk store agree. Tests run it after every scenario."""
+"""The check that tree, entries and budget of a chunk store agree. Tests run it after every scenario."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 from kvboost.models import token_bytes
-from kvboost.store.chunks import ChunkStore, StoreEntry
+from kvboost.store.budget import MemoryTier
+from kvboost.store.composites import Borrowers
 from kvboost.store.content_index import ContentIndex
+from kvboost.store.entries import StoreEntry
+from kvboost.store.forest import Forest
 from kvboost.store.prefix_tree import TreeNode, below
+from kvboost.store.saved_keys import SavedKeys
+
+Entries = Mapping[str, StoreEntry]
 
 
-def check(store: ChunkStore) -> None:
+def check(
+    entries: Entries,
+    forest: Forest,
+    budget: MemoryTier,
+    borrowers: Borrowers,
+    saved: SavedKeys,
+    reserved: Set[str],
+) -> None:
     """Raise AssertionError where something disagrees."""
-    entries, tier = store.entries, store.tier
-    pending = bool(store.reserved)  # room is charged for chunks that are being made
-    trees = list(store.roots.values())
-    nodes = [node for root in trees for node in below(root)]
-    for node in [*trees, *nodes]:
-        _check_order(node)
-    if {node.key for node in nodes} != set(entries) or len(nodes) != len(entries):
-        raise AssertionError("entries and tree nodes differ")
-    _check_content(store)
-    storages: dict[int, int] = {}
-    evictable = tier.evictable()
+    nodes = _check_trees(entries, forest)
+    _check_content(entries, forest)
+    _check_borrows(entries, borrowers, reserved)
+    evictable = budget.evictable()
     for node in nodes:
         entry = entries[node.key]
-        later = sum(entries[child.key].shields for child in node.children)
-        if entry.shields != entry.readers + entry.pins + later:
-            raise AssertionError(f"chunk {node.key[:8]} counts its shields wrongly")
-        if entry.is_cold and node.key not in store.saved and not entry.shields:
-            raise AssertionError(f"chunk {node.key[:8]} is nowhere")
-        if entry.warm_children != sum(not entries[child.key].is_cold for child in node.children):
-            raise AssertionError(f"chunk {node.key[:8]} counts its children wrongly")
         _check_entry(entry, node, evictable=node.key in evictable)
-        for part in entry.chunk.kv.tensors:
-            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-    held = sum(entry.size_bytes for entry in entries.values())
-    warm = sum(not entry.is_cold for entry in entries.values())
-    if not pending and (held, warm) != (tier.used_bytes, tier.used_entries):
-        raise AssertionError(f"books say {tier.used_bytes} bytes, entries hold {held}")
-    if sum(storages.values()) != held:
-        raise AssertionError(f"tensors keep {sum(storages.values())} bytes alive, entries say {held}")
-    if not tier.fits(0, 0):
-        raise AssertionError("the budget is exceeded")
-    shielded = [entry.size_bytes for entry in entries.values() if entry.shields and not entry.is_cold]
-    if not pending and (sum(shielded), len(shielded)) != (tier.kept_bytes, tier.kept_entries):
-        raise AssertionError(f"books say {tier.kept_bytes} bytes must stay, entries say {sum(shielded)}")
+        if entry.is_cold and node.key not in saved and not entry.shields:
+            raise AssertionError(f"chunk {node.key[:8]} is nowhere")
+        children = [entries[child.key] for child in node.children]
+        if entry.shields != entry.readers + entry.pins + sum(child.shields for child in children):
+            raise AssertionError(f"chunk {node.key[:8]} counts its shields wrongly")
+        if entry.warm_children != sum(not child.is_cold for child in children):
+            raise AssertionError(f"chunk {node.key[:8]} counts its children wrongly")
+    _check_budget(entries, budget, is_storing=bool(reserved))
 
 
-def _check_content(store: ChunkStore) -> None:
-    """What is borrowed exists and has the right tokens, and all other text is found by content."""
-    debts: dict[str, set[str]] = {}
-    indexed: dict[str, list[TreeNode]] = {}
-    for key, entry in store.entries.items():
-        composite = entry.chunk.composite
-        if composite is None:
-            indexed.setdefault(store.namespaces[entry.root_key].content_key, []).append(entry.node)
-            continue
-        for borrow in composite.borrows:
-            debts.setdefault(borrow.donor, set()).add(key)
-            donor = store.entries.get(borrow.donor)
-            if donor is None:
-                if borrow.donor not in store.reserved:
-                    raise AssertionError(f"chunk {key[:8]} borrows from one that is gone")
-                continue
-            length = borrow.end - borrow.start
-            first = borrow.start - entry.node.start
-            lent = token_bytes(donor.chunk.token_ids[borrow.offset : borrow.offset + length])
-            if lent != token_bytes(entry.chunk.token_ids[first : first + length]):
-                raise AssertionError(f"chunk {key[:8]} borrows other tokens than its own")
-    if debts != store.borrowers:
-        raise AssertionError("borrows and borrowers differ")
-    for content_key in {*indexed, *store.contents}:
-        index = store.contents.get(content_key, ContentIndex())
-        index.check_integrity(indexed.get(content_key, []))
-
-
-def _check_order(node: TreeNode) -> None:
-    if [child.tokens for child in node.children] != node.child_tokens:
-        raise AssertionError("children and their token bytes differ")
-    if node.child_tokens != sorted(set(node.child_tokens)):
-        raise AssertionError("children are not sorted, or two are the same")
+def _check_trees(entries: Entries, forest: Forest) -> list[TreeNode]:
+    """Every entry has its node; returns the nodes."""
+    roots = forest.roots()
+    nodes = [node for root in roots for node in below(root)]
+    for node in [*roots, *nodes]:
+        if [child.tokens for child in node.children] != node.child_tokens:
+            raise AssertionError("children and their token bytes differ")
+        if node.child_tokens != sorted(set(node.child_tokens)):
+            raise AssertionError("children are not sorted, or two are the same")
+    if {node.key for node in nodes} != set(entries) or len(nodes) != len(entries):
+        raise AssertionError("entries and tree nodes differ")
+    return nodes
 
 
 def _check_entry(entry: StoreEntry, node: TreeNode, *, evictable: bool) -> None:
@@ -90,3 +65,55 @@ def _check_entry(entry: StoreEntry, node: TreeNode, *, evictable: bool) -> None:
         raise AssertionError(f"chunk {node.key[:8]} is on disk only and still takes room")
     if entry.is_evictable != evictable:
         raise AssertionError(f"chunk {node.key[:8]} is wrongly evictable or not")
+
+
+def _check_budget(entries: Entries, budget: MemoryTier, *, is_storing: bool) -> None:
+    """The budget counts what the tensors take. While chunks are being made, room is charged for them too."""
+    storages = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+        for entry in entries.values()
+        for part in entry.chunk.kv.tensors
+    }
+    held = sum(entry.size_bytes for entry in entries.values())
+    warm = sum(not entry.is_cold for entry in entries.values())
+    if not is_storing and (held, warm) != (budget.used_bytes, budget.used_entries):
+        raise AssertionError(f"the budget counts {budget.used_bytes} bytes, entries hold {held}")
+    if sum(storages.values()) != held:
+        raise AssertionError(f"tensors keep {sum(storages.values())} bytes alive, entries say {held}")
+    if not budget.fits(0, 0):
+        raise AssertionError("the budget is exceeded")
+    shielded = [entry.size_bytes for entry in entries.values() if entry.shields and not entry.is_cold]
+    if not is_storing and (sum(shielded), len(shielded)) != (budget.kept_bytes, budget.kept_entries):
+        raise AssertionError(f"the budget keeps {budget.kept_bytes} bytes, entries say {sum(shielded)}")
+
+
+def _check_content(entries: Entries, forest: Forest) -> None:
+    """All text but that of composites is found by content."""
+    indexed: dict[str, list[TreeNode]] = {}
+    for entry in entries.values():
+        if entry.chunk.composite is None:
+            content_key = forest.namespace(entry.root_key).content_key
+            indexed.setdefault(content_key, []).append(entry.node)
+    for content_key in {*indexed, *forest.content_keys()}:
+        index = forest.content(content_key) or ContentIndex()
+        index.check_integrity(indexed.get(content_key, []))
+
+
+def _check_borrows(entries: Entries, borrowers: Borrowers, reserved: Set[str]) -> None:
+    """What is borrowed exists, or is being made, and has the right tokens."""
+    borrowed: dict[str, set[str]] = {}
+    for key, entry in entries.items():
+        for borrow in entry.chunk.composite.borrows if entry.chunk.composite is not None else ():
+            borrowed.setdefault(borrow.donor, set()).add(key)
+            donor = entries.get(borrow.donor)
+            if donor is None:
+                if borrow.donor not in reserved:
+                    raise AssertionError(f"chunk {key[:8]} borrows from one that is gone")
+                continue
+            length = borrow.end - borrow.start
+            first = borrow.start - entry.node.start
+            lent = token_bytes(donor.chunk.token_ids[borrow.offset : borrow.offset + length])
+            if lent != token_bytes(entry.chunk.token_ids[first : first + length]):
+                raise AssertionError(f"chunk {key[:8]} borrows other tokens than its own")
+    if borrowed != borrowers.by_donor():
+        raise AssertionError("borrows and borrowers differ")

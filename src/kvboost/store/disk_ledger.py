@@ -1,121 +1,108 @@
 """What of a chunk store is on disk: noted, handed out to be saved, taken over, forgotten.
 
-Works on the store under its lock. Knows no files and no threads.
+Works on the pool of chunks, under the lock of its store. Knows no files and no threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvboost.kv.codec import StoredKV
-from kvboost.models import chained_hash_from_bytes, token_bytes
-from kvboost.store import prefix_tree
-from kvboost.store.chunks import ChunkStore, StoredChunk
+from kvboost.store.entries import StoredChunk
+from kvboost.store.pool import ChunkPool
 
 
 class DiskLedger:
-    """The books of the disk behind a store. All methods may be called from any thread."""
+    """What the disk behind a store asks and tells it, from any thread."""
 
-    def __init__(self, store: ChunkStore, lock: threading.RLock) -> None:
-        self._store = store
+    def __init__(self, pool: ChunkPool, lock: threading.RLock) -> None:
+        self._pool = pool
+        self._saved = pool.saved
         self._lock = lock
 
     def save_from_now_on(self) -> None:
         """Note what is not on disk; `take_unsaved` hands it out."""
         with self._lock:
-            self._store.saves = True
-            self._store.unsaved = OrderedDict.fromkeys(
-                key
-                for key, entry in self._store.entries.items()
-                if entry.chunk.composite is None and key not in self._store.saved
-            )
+            entries = self._pool.entries.items()
+            self._saved.start(key for key, entry in entries if entry.chunk.composite is None)
 
     def stop_saving(self) -> None:
         """Hand nothing out any more."""
         with self._lock:
-            self._store.saves = False
-            self._store.unsaved = OrderedDict()
+            self._saved.stop()
 
     def note_saved(self, keys: Iterable[str]) -> set[str]:
         """Remember that chunks are on disk; returns the keys of those that are not known at all."""
         with self._lock:
             found = set(keys)
-            known = found & self._store.entries.keys()
-            self._store.saved |= known
-            for key in known & self._store.unsaved.keys():
-                del self._store.unsaved[key]
+            known = found & self._pool.entries.keys()
+            for key in known:
+                self._saved.note_found(key)
             return found - known
 
     def adopt(self, chunks: Iterable[StoredChunk], family: str) -> int:
-        """Make chunks known whose KV lies on disk, as far as what they follow is known; returns how many."""
+        """Make chunks known whose KV is on disk, as far as what they follow is known; returns how many."""
         adopted = 0
         with self._lock:
             for stored in sorted(chunks, key=lambda one: one.chunk.position_start):
-                chunk, raw = stored.chunk, token_bytes(stored.chunk.token_ids)
-                if chunk.chunk_id in self._store.entries:
+                if stored.chunk.chunk_id in self._pool.entries:
                     continue
-                parent = self._store.parent_of(stored, family)
-                if parent is None or chained_hash_from_bytes(raw, parent.key) != chunk.chunk_id:
-                    continue
-                near, common = prefix_tree.best_child(parent, raw)
-                inside = near is not None and common == chunk.length
-                if not inside and chunk.chunk_id not in self._store.reserved:
-                    self._store.insert_cold(parent, raw, chunk)
-                    adopted += 1
-            self._store.prune_roots()
+                parent = self._pool.parent_of(stored, family)
+                if parent is not None:
+                    adopted += self._pool.insert_cold(parent, stored.chunk)
+            self._pool.prune_roots()
         return adopted
 
     def take_unsaved(self, limit: int, family: str) -> list[StoredChunk]:
         """Up to `limit` chunks of a family that are to be saved, held until `mark_saved`."""
+        taken: list[StoredChunk] = []
         with self._lock:
-            taken: list[StoredChunk] = []
-            while self._store.unsaved and len(taken) < limit:
-                key, _ = self._store.unsaved.popitem(last=False)
-                entry = self._store.entries[key]
-                namespace = self._store.namespaces[entry.root_key]
-                if namespace.family == family and not entry.is_cold:
-                    self._store.hold(key)
-                    taken.append(StoredChunk(namespace.key, namespace.content_key, entry.chunk))
-            return taken
+            while len(taken) < limit and (key := self._saved.take_unsaved()) is not None:
+                entry = self._pool.entries[key]
+                if self._pool.forest.namespace(entry.root_key).family == family and not entry.is_cold:
+                    self._pool.shields.hold(entry)
+                    taken.append(self._pool.stored(entry))
+        return taken
 
     def mark_saved(self, chunks: Sequence[StoredChunk], written: Sequence[bool]) -> None:
         """Release chunks that `take_unsaved` gave out, and remember those that are on disk now."""
         with self._lock:
             for stored, is_written in zip(chunks, written, strict=True):
                 if is_written:
-                    self._store.saved.add(stored.chunk.chunk_id)
-                self._store.unhold(stored.chunk.chunk_id)
+                    self._saved.note_written(stored.chunk.chunk_id)
+                entry = self._pool.entries.get(stored.chunk.chunk_id)
+                if entry is not None:
+                    self._pool.unhold(entry)
 
     def take_obsolete(self) -> list[str]:
         """Keys of saved chunks that longer ones have replaced."""
         with self._lock:
-            taken, self._store.obsolete = self._store.obsolete, []
-            return [key for key in taken if key not in self._store.entries]
+            return [key for key in self._saved.take_obsolete() if key not in self._pool.entries]
 
     def take_used(self) -> list[str]:
         """Keys of saved chunks that were used since this was asked last."""
         with self._lock:
-            taken, self._store.used = self._store.used, {}
-            return list(taken)
+            return self._saved.take_used()
 
     def lost(self, keys: Iterable[str], reason: str) -> None:
         """Note that chunks are no longer on disk; those that are nowhere else are forgotten."""
         with self._lock:
             for key in keys:
-                self._store.saved.discard(key)
-                self._store.forget(key, reason)
+                self._saved.note_gone(key)
+                entry = self._pool.entries.get(key)
+                if entry is not None:
+                    self._pool.lose(entry, reason)
 
     def warm_up(self, loaded: Mapping[str, StoredKV]) -> None:
         """Keep KV that was loaded from disk, as far as there is room."""
         with self._lock:
             for key, kv in loaded.items():
-                entry = self._store.entries.get(key)
+                entry = self._pool.entries.get(key)
                 if entry is not None:
-                    self._store.warm_up(entry, kv)
+                    self._pool.warm_up(entry, kv)
 
     @property
     def num_unsaved(self) -> int:
         with self._lock:
-            return len(self._store.unsaved)
+            return self._saved.num_unsaved

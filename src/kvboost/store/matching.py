@@ -1,21 +1,24 @@
-"""Text of a prompt that is stored, but not as its exact prefix: approximate chains and runs.
+"""What of a prompt is stored: its exact prefix, approximate chains, and runs of text from anywhere.
 
-Looked up behind the exact prefix: first the approximate chain of an earlier request that began alike,
-then, in what is left, text that stands anywhere in the store (runs). Tokens are compared in both.
-Works on a chunk store whose lock the caller holds; changes nothing.
+Exact matches follow the tree by whole chunks and then into the next one token by token: KV of a causal
+prefix stays exact when it is cut. Behind the exact prefix, first the approximate chain of an earlier request
+that began alike is looked up, then, in what is left, text that stands anywhere in the store (runs). Tokens
+are always compared, so no hash collision can serve a wrong tensor. Finding changes nothing but holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.codec import KeptChunk, StoredKV
-from kvboost.store import prefix_tree
 from kvboost.store.chunks import ChunkStore
-from kvboost.store.prefix_tree import TreeNode
+from kvboost.store.composites import donors_of
+from kvboost.store.entries import StoreEntry
+from kvboost.store.miss_reasons import divergence_of
+from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode, Walk
 
 
 @dataclass(frozen=True)
@@ -63,21 +66,84 @@ class ChainMatch:
 RunMatch = tuple[ChunkMatch, ...]  # neighbours with one shift
 
 
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The longest stored exact prefix of a prompt, and why it ends where it ends.
+
+    While `held`, its chunks are not evicted; `KVCacheManager.release` gives them back.
+    """
+
+    matches: tuple[ChunkMatch, ...]
+    length: int
+    miss_reason: str
+    held: str | None = None
+    divergence: tuple[int, int, int] | None = None  # at, expected token, got token
+
+
+@dataclass(frozen=True)
+class ContentMatch:
+    """What is stored of a prompt behind its exact prefix, all of it approximate.
+
+    `chain` reaches from the start of the prompt; `runs` stand anywhere behind it. While `held`, nothing
+    of it is evicted; `KVCacheManager.release_content` gives it back.
+    """
+
+    chain: ChainMatch = field(default_factory=ChainMatch)
+    runs: tuple[RunMatch, ...] = ()
+    held: tuple[StoreEntry, ...] = field(default=(), repr=False)
+
+
+def find_prefix(store: ChunkStore, raw: bytes, namespace: Namespace, *, hold: bool) -> PrefixMatch:
+    """The longest exact prefix of the prompt `raw`. With `hold` it stays until it is released."""
+    with store.lock:
+        walk = store.walk(raw, namespace)
+        if walk is None:
+            return PrefixMatch((), 0, store.why_missing(raw, namespace, None))
+        chunks, lost = store.chunks_of(nodes := _nodes_of(walk))
+        matches = [
+            ChunkMatch(chunk, node.start, node.end) for chunk, node in zip(chunks, nodes, strict=False)
+        ]
+        if matches and matches[-1].end > walk.length:
+            matches[-1] = ChunkMatch(chunks[-1], matches[-1].start, walk.length)
+        held = chunks[-1].chunk_id if hold and chunks else None
+        if held is not None:
+            store.hold(held)
+        if lost:
+            return PrefixMatch(tuple(matches), matches[-1].end if matches else 0, lost, held)
+        is_whole = walk.length * TOKEN_BYTES == len(raw)
+        reason = "" if is_whole else store.why_missing(raw, namespace, walk)
+        return PrefixMatch(tuple(matches), walk.length, reason, held, divergence_of(raw, walk))
+
+
+def find_content(
+    store: ChunkStore, raw: bytes, namespace: Namespace, start: int, end: int, min_tokens: int, *, hold: bool
+) -> ContentMatch:
+    """What is stored of the prompt positions `[start, end)`. With `hold` it stays until it is released."""
+    with store.lock:
+        chain = find_chain(store, raw, namespace)
+        if chain.length - start < min_tokens:  # not worth making all behind it approximate
+            chain = ChainMatch()
+        behind = max(start, min(chain.length, end))
+        runs = find_runs(store, raw, namespace, behind, end, min_tokens)
+        moved = (piece.chunk.chunk_id for run in runs for piece in run)
+        keys = dict.fromkeys([*chain.keys, *chain.donors, *moved]) if hold else {}
+        held = [entry for key in keys if (entry := store.hold(key)) is not None]
+        return ContentMatch(chain, tuple(runs), tuple(held))
+
+
 def find_chain(store: ChunkStore, raw: bytes, namespace: Namespace) -> ChainMatch:
-    """The longest approximate chain that the prompt `raw` begins with."""
-    root = store.roots.get(namespace.approximate().key)
-    if root is None:
+    """The longest approximate chain that the prompt `raw` begins with. The caller has the store's lock."""
+    walk = store.walk(raw, namespace.approximate())
+    if walk is None:
         return ChainMatch()
-    walk = prefix_tree.walk(root, raw)
-    nodes = [*walk.path, *([walk.partial] if walk.partial is not None else [])]
+    chunks, _ = store.chunks_of(_nodes_of(walk))
     length = walk.length
     pieces: list[ChunkMatch] = []
     overlays: list[Overlay] = []
-    for node in nodes:
-        chunk = store.entries[node.key].chunk
+    for chunk in chunks:
         assert chunk.composite is not None
         for borrow in chunk.composite.borrows:
-            donor = store.entries.get(borrow.donor)
+            donor = store.entry(borrow.donor)
             if donor is None or donor.lost:  # its successor is being stored this very moment
                 length = min(length, borrow.start)
                 continue
@@ -88,43 +154,34 @@ def find_chain(store: ChunkStore, raw: bytes, namespace: Namespace) -> ChainMatc
         if own:
             overlays.append(Overlay(chunk.composite.own_positions[:own], chunk.kv))
     kept = [part for piece in pieces if (part := piece.within(0, length)) is not None]
-    donors = frozenset(
-        borrow.donor
-        for node in nodes
-        if (composite := store.entries[node.key].chunk.composite) is not None
-        for borrow in composite.borrows
-    )
-    return ChainMatch(length, tuple(kept), tuple(overlays), tuple(node.key for node in nodes), donors)
+    keys = tuple(chunk.chunk_id for chunk in chunks)
+    return ChainMatch(length, tuple(kept), tuple(overlays), keys, frozenset(donors_of(chunks)))
 
 
 def find_runs(
     store: ChunkStore, raw: bytes, namespace: Namespace, start: int, end: int, min_tokens: int
 ) -> list[RunMatch]:
-    """Text of the prompt positions `[start, end)` that is stored anywhere, in order."""
-    index = store.contents.get(namespace.content_key)
-    if index is None or end - start < min_tokens:
-        return []
-    tainted_key = namespace.tainted().key
+    """Text of the prompt positions `[start, end)` that is stored anywhere, in order.
 
-    def rank(node: TreeNode) -> tuple[bool, int]:
-        """Exact donors first, then those that were read behind more text: they transfer better."""
-        return store.entries[node.key].root_key != tainted_key, node.start
-
+    The caller has the store's lock.
+    """
     runs: list[RunMatch] = []
-    for found in index.find(raw, start, end, min_tokens=min_tokens, rank=rank):
+    for found in store.find_runs(raw, namespace, start, end, min_tokens):
         run: list[ChunkMatch] = []
         for piece in found.pieces:
-            if store.entries[piece.node.key].lost:
+            entry = store.entry(piece.node.key)
+            if entry is None or entry.lost:
                 continue
-            chunk = store.entries[piece.node.key].chunk
-            match = ChunkMatch(chunk, piece.start, piece.end, piece.offset, approximate=True)
-            if run and (run[-1].shift, run[-1].end) != (
-                match.shift,
-                match.start,
-            ):  # computed at several places
-                runs.append(tuple(run))
+            match = ChunkMatch(entry.chunk, piece.start, piece.end, piece.offset, approximate=True)
+            if run and (run[-1].shift, run[-1].end) != (match.shift, match.start):
+                runs.append(tuple(run))  # its chunks were computed at several places
                 run = []
             run.append(match)
         if run:
             runs.append(tuple(run))
     return runs
+
+
+def _nodes_of(walk: Walk) -> list[TreeNode]:
+    """The nodes with tokens of the text, the last one maybe in part."""
+    return list(walk.path) if walk.partial is None else [*walk.path, walk.partial]

@@ -1,7 +1,11 @@
-"""What requests took from the cache, what they missed, and how much prefill that saved. Only counts."""
+"""What requests took from the cache, what they missed, how much prefill that saved, and what was stored.
+
+Only counts.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -11,9 +15,10 @@ _MIN_MEASURED_TOKENS = 32  # fewer say more about overhead than about the speed 
 
 
 class Usage:
-    """Counters of requests. Not thread-safe by itself."""
+    """Counters of requests and of chunks, under the lock of their store."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
         self._requests = 0
         self._exact_hits = 0
         self._approximate_hits = 0
@@ -22,9 +27,11 @@ class Usage:
         self._recomputed_tokens = 0
         self._prefill_tokens = 0
         self._prefill_seconds = 0.0
-        self.misses: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._stored_chunks = 0
+        self._refused: Counter[str] = Counter()
 
-    def count(
+    def count_request(
         self,
         *,
         reused: int,
@@ -34,30 +41,49 @@ class Usage:
         recomputed: int,
         prefill_seconds: float | None,
     ) -> None:
-        """Book one request: `reused` of `total` tokens, why the rest was not, and what it cost."""
-        self._requests += 1
-        self._exact_hits += reused > 0 and not approximate
-        self._approximate_hits += approximate
-        self._prompt_tokens += total
-        self._saved_tokens += reused - recomputed
-        self._recomputed_tokens += recomputed
-        computed = total - reused + recomputed
-        if prefill_seconds is not None and computed >= _MIN_MEASURED_TOKENS:
-            self._prefill_tokens += computed
-            self._prefill_seconds += prefill_seconds
-        if reason and not reason.startswith("computed"):
-            self.misses[reason_kind(reason)] += 1
+        """Count one request: `reused` of `total` tokens, why the rest was not, and what it cost."""
+        with self._lock:
+            self._requests += 1
+            self._exact_hits += reused > 0 and not approximate
+            self._approximate_hits += approximate
+            self._prompt_tokens += total
+            self._saved_tokens += reused - recomputed
+            self._recomputed_tokens += recomputed
+            computed = total - reused + recomputed
+            if prefill_seconds is not None and computed >= _MIN_MEASURED_TOKENS:
+                self._prefill_tokens += computed
+                self._prefill_seconds += prefill_seconds
+            if reason and not reason.startswith("computed"):
+                self._misses[reason_kind(reason)] += 1
+
+    def count_corrupt(self, chunks: int) -> None:
+        """Count chunks that were found damaged."""
+        with self._lock:
+            self._misses["corrupt"] += chunks
+
+    def count_stored(self) -> None:
+        """Count one chunk that was stored."""
+        with self._lock:
+            self._stored_chunks += 1
+
+    def count_refused(self, reason: str) -> None:
+        """Count one chunk, or one text, that was not stored."""
+        with self._lock:
+            self._refused[reason] += 1
 
     def stats(self) -> dict[str, Any]:
         """The counters; seconds saved are estimated from the prefill that was measured."""
-        speed = self._prefill_tokens / self._prefill_seconds if self._prefill_seconds else None
-        return {
-            "requests": self._requests,
-            "hits": {"exact": self._exact_hits, "approximate": self._approximate_hits},
-            "misses": dict(self.misses),
-            "prompt_tokens": self._prompt_tokens,
-            "tokens_saved": self._saved_tokens,
-            "tokens_recomputed": self._recomputed_tokens,
-            "prefill_tokens_per_second": speed,
-            "prefill_seconds_saved": self._saved_tokens / speed if speed else None,
-        }
+        with self._lock:
+            speed = self._prefill_tokens / self._prefill_seconds if self._prefill_seconds else None
+            return {
+                "requests": self._requests,
+                "hits": {"exact": self._exact_hits, "approximate": self._approximate_hits},
+                "misses": dict(self._misses),
+                "prompt_tokens": self._prompt_tokens,
+                "tokens_saved": self._saved_tokens,
+                "tokens_recomputed": self._recomputed_tokens,
+                "prefill_tokens_per_second": speed,
+                "prefill_seconds_saved": self._saved_tokens / speed if speed else None,
+                "stored_chunks": self._stored_chunks,
+                "refused": dict(self._refused),
+            }

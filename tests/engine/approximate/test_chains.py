@@ -15,7 +15,6 @@ from kvboost import KVBoost
 from kvboost.choices import AssemblyMode, Origin
 from kvboost.kv.arena import Arena
 from kvboost.models import Borrow, CompositeChunk
-from kvboost.store.prefix_tree import below
 from tests.engine.reuse_checks import (
     Chat,
     approximate_tokens,
@@ -164,12 +163,12 @@ def test_a_chain_goes_with_its_donors(make_engine: MakeEngine) -> None:
     chat.turn()
     root = engine.namespace().approximate().key
     store = engine.cache_manager._store
-    assert below(store.roots[root])
+    assert store.nodes(root)
     for number in range(40):
         engine.warm(random_ids(60, seed=600 + number))
         check_store(engine)
-    assert root not in store.roots or not below(store.roots[root])
-    assert not store.borrowers
+    assert not store.nodes(root)
+    assert not store._pool._borrowers.by_donor()
     again = chat.turn()
     assert chain_tokens(again) == 0
     check_store(engine)
@@ -223,13 +222,13 @@ def test_a_donor_that_comes_back_while_a_chain_is_refused(
     manager = engine.cache_manager
     donor = manager.match_prefix(document, engine.namespace()).matches[0].chunk.chunk_id
     engine.clear()
-    refuse = manager._refuse
+    refuse = manager._inserter.refuse
 
-    def meanwhile(*args: Any) -> bool:  # what another thread may do at this moment
+    def meanwhile(*args: Any) -> None:  # what another thread may do at this moment
         engine.warm(document)
-        return refuse(*args)
+        refuse(*args)
 
-    monkeypatch.setattr(manager, "_refuse", meanwhile)
+    monkeypatch.setattr(manager._inserter, "refuse", meanwhile)
     manager.store_chain(
         document,
         CompositeChunk((Borrow(0, 16, donor, 0),), np.zeros(0, dtype=np.int64)),
@@ -255,10 +254,10 @@ def test_saved_content_is_found_again(
     prompt = [*random_ids(5, seed=3), *shelf[1], *shelf[0], *tainted_text]
     one.generate(prompt, max_new_tokens=1)
     store = one.cache_manager._store
-    chains = sum(entry.chunk.composite is not None for entry in store.entries.values())
+    chains = sum(entry.chunk.composite is not None for entry in store.entries().values())
     assert chains == 1
     saved = one.save(tmp_path / "cache")
-    assert saved == len(store.entries) - chains
+    assert saved == len(store.entries()) - chains
     two = make_engine(model=model)
     assert two.load(tmp_path / "cache").loaded == saved
     check_store(two)

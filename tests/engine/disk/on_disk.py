@@ -38,11 +38,11 @@ def go_cold(engine: KVBoost) -> None:
     """Save all, and evict from RAM what is on disk."""
     flush(engine)
     manager = engine.cache_manager
-    with manager._lock:
-        store = manager._store
-        while keys := [key for key in store.tier.evictable() if key in store.saved]:
+    with manager._store.lock:
+        pool = manager._store._pool
+        while keys := [key for key in pool.budget.evictable() if key in pool.saved]:
             for key in keys:
-                store._evict(store.entries[key])
+                pool._evict(pool.entries[key])
     engine.core.parts.workspace.drop()
     manager.check_integrity()
 

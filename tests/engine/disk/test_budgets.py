@@ -38,10 +38,10 @@ class Monitor:
         self.problems: list[str] = []
 
     def _look(self) -> None:
-        tier = self._engine.cache_manager._store.tier
+        tier = self._engine.cache_manager._store._pool.budget
         slots = slots_of(self._engine)
         while not self._stop.wait(0.0005):
-            with self._engine.cache_manager._lock:
+            with self._engine.cache_manager._store.lock:
                 if not tier.fits(0, 0):
                     self.problems.append(f"{tier.used_bytes} bytes, {tier.used_entries} chunks in RAM")
             with contextlib.suppress(FileNotFoundError):

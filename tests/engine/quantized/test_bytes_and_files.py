@@ -71,15 +71,15 @@ class BudgetWatch:
         monkeypatch.setattr(KVCodec, "encode", watched)
 
     def look(self, extra: int = 0) -> None:
-        store = self.engine.cache_manager._store
+        pool = self.engine.cache_manager._store._pool
         alive = sum(
             part.untyped_storage().nbytes()
-            for e in list(store.entries.values())
+            for e in list(pool.entries.values())
             for part in e.chunk.kv.tensors
         )
-        assert store.tier.max_bytes is not None
-        assert alive + extra <= store.tier.max_bytes
-        assert store.tier.used_bytes <= store.tier.max_bytes
+        assert pool.budget.max_bytes is not None
+        assert alive + extra <= pool.budget.max_bytes
+        assert pool.budget.used_bytes <= pool.budget.max_bytes
         self.most = max(self.most, alive + extra)
 
 

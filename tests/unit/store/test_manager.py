@@ -14,8 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvboost.errors import InvalidRequestError
 from kvboost.identity.namespace import Namespace
 from kvboost.models import CachedChunk, chained_hash, content_hash_from_tokens
-from kvboost.store import manager as cache_manager
-from kvboost.store.manager import ROOT, KVCacheManager, PrefixMatch
+from kvboost.store import chunks as chunk_store
+from kvboost.store import inserter
+from kvboost.store.forest import ROOT
+from kvboost.store.manager import KVCacheManager
+from kvboost.store.matching import PrefixMatch
 from tests.unit.fake_kv import (
     CODEC,
     TOKEN_SIZE,
@@ -81,7 +84,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def stored_texts(self, namespace: Namespace) -> list[list[int]]:
         """Every stored chunk's tokens behind those of its ancestors, by the chunks' own account."""
-        chunks = {key: entry.chunk for key, entry in self.manager._store.entries.items()}
+        chunks = {key: entry.chunk for key, entry in self.manager._store.entries().items()}
         texts = []
         for chunk in chunks.values():
             text, parent = list(chunk.token_ids), chunk.parent_hash
@@ -156,7 +159,7 @@ class ManagerMachine(RuleBasedStateMachine):
         stats = self.manager.stats()
         alive = sum(
             part.untyped_storage().nbytes()
-            for entry in self.manager._store.entries.values()
+            for entry in self.manager._store.entries().values()
             for part in entry.chunk.kv.tensors
         )
         assert stats["bytes"] == alive
@@ -434,7 +437,7 @@ def test_a_chunk_whose_tensors_do_not_fill_its_positions_is_refused(past: tuple[
 
 
 def test_a_hash_collision_never_serves_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_manager, "chained_hash_from_bytes", lambda *_: "the same for all")
+    monkeypatch.setattr(inserter, "chained_hash_from_bytes", lambda *_: "the same for all")
     manager = manager_of()
     store(manager, [1, 2, 3, 4])
     report = store(manager, [5, 6, 7, 8])
@@ -449,8 +452,8 @@ def test_a_hash_collision_never_serves_wrong_kv(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_few_hashes_never_serve_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cache_manager.chained_hash_from_bytes
-    monkeypatch.setattr(cache_manager, "chained_hash_from_bytes", lambda *a: real(*a)[:1])
+    real = inserter.chained_hash_from_bytes
+    monkeypatch.setattr(inserter, "chained_hash_from_bytes", lambda *a: real(*a)[:1])
     manager = manager_of(max_chunks=8)
     for number in range(60):
         tokens = [number % 3, number % 5, number % 7, number, number % 2, 7]
@@ -791,12 +794,11 @@ def test_an_evicted_tail_reads_evicted() -> None:
 
 
 def test_the_number_of_empty_roots_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_manager, "_MAX_EMPTY_ROOTS", 10)
+    monkeypatch.setattr(chunk_store, "_MAX_EMPTY_ROOTS", 10)
     manager = manager_of(max_chunks=1)
     for number in range(100):
         store(manager, [number], Namespace(f"{number:064}", "family", str(number)))
-    assert len(manager._store.roots) <= 11
-    assert len(manager._store.namespaces) == len(manager._store.roots)
+    assert len(manager._store._pool.forest) <= 11
     manager.check_integrity()
 
 
@@ -822,7 +824,7 @@ def test_integrity_checks_can_fail() -> None:
     manager = manager_of()
     store(manager, range(8))
     manager.check_integrity()
-    entry = next(iter(manager._store.entries.values()))
+    entry = next(iter(manager._store.entries().values()))
     entry.size_bytes += 1
     with pytest.raises(AssertionError):
         manager.check_integrity()
