@@ -184,3 +184,27 @@ def test_a_tail_that_is_stored_anew_meanwhile_is_not_put_back_twice() -> None:
     other.join(10)
     manager.check_integrity()
     assert length_of(manager, range(8)) == 6
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_cold_tail_comes_back_when_the_longer_chunk_fails(is_on_disk: bool) -> None:
+    """Its tensors are on disk only, so it takes no room; and it stays away once the disk has dropped it."""
+    manager = KVCacheManager(1, None, chunk_size=CHUNK)
+    manager.on_disk.save_from_now_on()
+    store(manager, range(3))
+    taken = manager.on_disk.take_unsaved(1, ROOT.family)
+    manager.on_disk.mark_saved(taken, [True])
+    store(manager, range(10, 14))
+    assert (manager.stats()["chunks"], manager.stats()["chunks_on_disk_only"]) == (1, 1)
+
+    def failing(_start: int, _end: int) -> Packed:
+        if not is_on_disk:
+            assert manager.on_disk.take_obsolete() == [taken[0].chunk.chunk_id]
+        raise DeviceGoneError
+
+    with pytest.raises(DeviceGoneError):
+        manager.store_prefix(range(4), [4], CODEC, failing)
+    manager.check_integrity()
+    assert manager.stats()["chunks"] == 0  # evicted for the chunk that failed
+    assert manager.stats()["chunks_on_disk_only"] == is_on_disk
+    assert manager.on_disk.take_obsolete() == []

@@ -60,7 +60,7 @@ def save(
     _check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run = uuid.uuid4().hex[:12]
-    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     left_out: set[str] = set()
     with manager.exported(family) as chunks:
         for number, shard in enumerate(_shards(chunks)):
@@ -73,7 +73,7 @@ def save(
                     continue
                 chunk = stored.chunk.with_kv(kv)
                 tensors |= _tensors_of(chunk)
-                rows.append({**_row_of(dataclasses.replace(stored, chunk=chunk)), "shard": name})
+                records.append({**_record_of(dataclasses.replace(stored, chunk=chunk)), "shard": name})
             os.close(open_regular(folder / name, _NEW))  # so that nothing else is written over
             write_tensors(tensors, folder / name)
             _sync(folder / name)
@@ -84,8 +84,8 @@ def save(
         "model": model,
         "family": family,
         "kv_cache_bits": codec.bits,
-        "layout": _layout_row(codec),
-        "chunks": rows,
+        "layout": _layout_fields(codec),
+        "chunks": records,
     }
     temporary = folder / f"{HEADER}.{run}"
     with open(open_regular(temporary, _NEW), "w") as file:
@@ -93,7 +93,7 @@ def save(
     _sync(temporary)
     os.replace(temporary, folder / HEADER)
     _remove_other_runs(folder, run)
-    return len(rows)
+    return len(records)
 
 
 def load(
@@ -101,7 +101,7 @@ def load(
 ) -> LoadReport:
     """Put the chunks saved in `folder` into `manager`, as far as there is room."""
     header = read_header(folder)
-    if header["family"] != family or header["layout"] != _layout_row(codec):
+    if header["family"] != family or header["layout"] != _layout_fields(codec):
         raise CacheFileError(
             f"{folder} was saved for the model {header['model']} (namespace {header['family'][:12]}); this "
             f"engine has {model} (namespace {family[:12]}): other weights, dtype, device or encoding"
@@ -110,15 +110,17 @@ def load(
     tensors: dict[str, torch.Tensor] = {}
     shard = ""
     damaged: set[str] = set()  # keys of chunks that were left out, and of all that follow them
-    for row in _shown(header["chunks"], "loading", progress):
-        if _is_row(row) and row["shard"] != shard:
-            shard = row["shard"]
+    for record in _shown(header["chunks"], "loading", progress):
+        is_whole = _is_record(record)
+        if is_whole and record["shard"] != shard:
+            shard = record["shard"]
             tensors = _read_shard(folder / shard)
-        chunk = _chunk_of(row, tensors, codec) if _is_row(row) and row["parent"] not in damaged else None
+        is_reachable = is_whole and record["parent"] not in damaged
+        chunk = _chunk_of(record, tensors, codec) if is_reachable else None
         if chunk is None:
             report.corrupt += 1
-            damaged.add(str(row.get("key")) if isinstance(row, dict) else "")
-        elif manager.restore(StoredChunk(row["namespace"], row["content"], chunk), family):
+            damaged.add(str(record.get("key")) if isinstance(record, dict) else "")
+        elif manager.restore(StoredChunk(record["namespace"], record["content"], chunk), family):
             report.loaded += 1
         else:
             report.no_room += 1
@@ -146,7 +148,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 _HEADER_FIELDS: dict[str, type] = {"model": str, "family": str, "layout": list, "chunks": list}
-_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
+_RECORD_FIELDS: dict[str, type | tuple[type, ...]] = {
     "key": str,
     "parent": str,
     "namespace": str,
@@ -161,12 +163,12 @@ _ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _is_row(row: Any) -> bool:
-    """Whether a row has all its fields, and its shard is one that `save` could have written."""
+def _is_record(record: Any) -> bool:
+    """Whether a record has all its fields, and its shard is one that `save` could have written."""
     return (
-        isinstance(row, dict)
-        and all(isinstance(row.get(name), kind) for name, kind in _ROW_FIELDS.items())
-        and _SHARD_NAME.fullmatch(row["shard"]) is not None
+        isinstance(record, dict)
+        and all(isinstance(record.get(name), kind) for name, kind in _RECORD_FIELDS.items())
+        and _SHARD_NAME.fullmatch(record["shard"]) is not None
     )
 
 
@@ -196,7 +198,7 @@ def _tensors_of(chunk: KeptChunk) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _row_of(stored: StoredChunk) -> dict[str, Any]:
+def _record_of(stored: StoredChunk) -> dict[str, Any]:
     chunk = stored.chunk
     return {
         "key": chunk.chunk_id,
@@ -229,9 +231,9 @@ def _read_shard(path: Path) -> dict[str, torch.Tensor]:
         return {}
 
 
-def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCodec) -> KeptChunk | None:
-    """The chunk of a header row, checked against its checksum; None where anything is wrong."""
-    key, length = row["key"], row["length"]
+def _chunk_of(record: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCodec) -> KeptChunk | None:
+    """The chunk of a header record, checked against its checksum; None where anything is wrong."""
+    key, length = record["key"], record["length"]
     specs = codec.specs(max(length, 0))
     names = [f"{key}.{index}" for index in range(len(specs))]
     if not all(name in tensors for name in [*names, f"{key}.ids"]):
@@ -249,15 +251,15 @@ def _chunk_of(row: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCo
         chunk_id=key,
         text="",
         token_ids=ids,
-        position_start=row["position_start"],
-        position_end=row["position_start"] + length,
+        position_start=record["position_start"],
+        position_end=record["position_start"] + length,
         prefix_hash=key,
         content_hash=content_hash_from_tokens(ids),
-        created_at=row["created_at"],
-        access_count=row["access_count"],
-        parent_hash=row["parent"],
+        created_at=record["created_at"],
+        access_count=record["access_count"],
+        parent_hash=record["parent"],
     )
-    return chunk if _checksum(chunk) == row["checksum"] else None
+    return chunk if _checksum(chunk) == record["checksum"] else None
 
 
 def _read(path: Path) -> bytes:
@@ -265,7 +267,7 @@ def _read(path: Path) -> bytes:
         return file.read()
 
 
-def _layout_row(codec: KVCodec) -> list[list[Any]]:
+def _layout_fields(codec: KVCodec) -> list[list[Any]]:
     return [[str(spec.dtype), spec.heads, spec.head_dim] for spec in codec.layout.slabs]
 
 

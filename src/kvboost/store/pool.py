@@ -143,11 +143,16 @@ class ChunkPool:
         self._drop_borrowers(room.key)
 
     def _put_back(self, parent: TreeNode, old: StoreEntry) -> None:
-        """Take a dropped chunk in again, unless its room is taken by now, or its place is or will be."""
+        """Take a dropped chunk in again, unless its room is taken by now, or its place is or will be.
+
+        A cold one comes back where the disk has not dropped it yet.
+        """
         key = old.key
         taken = key in self._entries or key in self._reserved
-        if not taken and self.budget.fits(old.size_bytes):
-            self.budget.charge(old.size_bytes)
+        can_stay = self.saved.is_obsolete(key) if old.is_cold else self.budget.fits(old.size_bytes)
+        if can_stay and not taken:
+            if not old.is_cold:
+                self.budget.charge(old.size_bytes)
             self.saved.note_back(key)
             self._add(parent, old.node.tokens, old.chunk, old.size_bytes, old.discounted)
             self.shields.update_evictable(key)

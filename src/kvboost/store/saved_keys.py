@@ -68,6 +68,10 @@ class SavedKeys:
         self._unsaved.pop(key, None)
         self._used.pop(key, None)
 
+    def is_obsolete(self, key: str) -> bool:
+        """Whether a chunk was replaced and the disk still has it."""
+        return key in self._obsolete
+
     def note_back(self, key: str) -> None:
         """The store has taken a replaced chunk in again."""
         if key in self._obsolete:
