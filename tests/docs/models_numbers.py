@@ -42,7 +42,7 @@ def tables() -> Iterator[str]:
     exact = [case for case in cases if case["outcome"] == EXACT]
     in_rows, alone = ([case for case in exact if case["rows"] is rows] for rows in (True, False))
     yield "### Exact"
-    yield "Alone, with a shared prefix, in batches that run as rows of one forward, and in `score`:"
+    yield "Alone, with a shared prefix, in batches that run in one forward, and in `score`:"
     yield _names(in_rows)
     if alone:
         yield "Exact too, but prompts of a batch run one by one:"

@@ -92,6 +92,6 @@ class PreparedPrompt(dict[str, Any]):
         if self.arena is None:
             return None
         if self.arena.batch > 1:
-            return prompt  # beams: all rows agree on the prompt, not on the answer
+            return prompt  # beams: all sequences agree on the prompt, not on the answer
         # generate leaves out the last token; one's own loop may have run it too
         return ids if self.arena.length == len(ids) else ids[:-1]

@@ -98,7 +98,9 @@ def check_batches(engine: Verifiable, _asked: Any) -> list[Check]:
         results = [result.token_ids for result in fresh.generate_batch(prompts, 8)]
         expected = [fresh.generate(prompt, 8, GenerationMode.BASELINE).token_ids for prompt in prompts]
     same = sum(a == b for a, b in zip(results, expected, strict=True))
-    return [Check("batches", EXACT, same == len(prompts), f"{same} of {len(prompts)} rows equal BASELINE's")]
+    return [
+        Check("batches", EXACT, same == len(prompts), f"{same} of {len(prompts)} sequences equal BASELINE's")
+    ]
 
 
 def check_bit_exact(engine: Verifiable, _asked: Any) -> list[Check]:
