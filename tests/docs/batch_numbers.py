@@ -35,8 +35,8 @@ def memory_line(name: str = "batch-cpu") -> str:
     found = record(name)
     memory = found["memory"]
     return (
-        f"The KV of {memory['rows']} sequences over {found['settings']['prefix_tokens']:,} shared tokens takes "
-        f"{memory['kv_bytes'] / 1e6:,.0f} MB; with the prefix copied for every sequence it would take "
+        f"The KV of {memory['rows']} sequences over {found['settings']['prefix_tokens']:,} shared tokens "
+        f"takes {memory['kv_bytes'] / 1e6:,.0f} MB; with the prefix copied for every sequence it would take "
         f"{memory['kv_bytes_expanded'] / 1e6:,.0f} MB ({memory['ratio']:.2f} x)."
     )
 
