@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.fixture_types import MakeEngine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -42,7 +44,7 @@ def tiny_folder(saved_model: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def make_engine(tokenizer: Any) -> Iterator[Callable[..., KVBoost]]:
+def make_engine(tokenizer: Any) -> Iterator[MakeEngine]:
     """Engines on tiny models; the integrity of every store is checked at the end."""
     engines: list[KVBoost] = []
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import CacheFileError
+from tests.fixture_types import MakeEngine
 from tests.threads import in_threads
 from tests.tiny_models import random_ids, tiny_model
-
-MakeEngine = Callable[..., KVBoost]
 
 
 def test_explain_covers_the_prompt_and_changes_nothing(make_engine: MakeEngine) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvboost import GenerationMode, KVBoost
+from kvboost import GenerationMode
+from tests.fixture_types import MakeEngine
 from tests.threads import in_threads
 from tests.tiny_models import VOCAB, random_ids, tiny_model
-
-MakeEngine = Callable[..., KVBoost]
 
 
 def test_warm_reports_what_it_kept(make_engine: MakeEngine) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from kvboost import KVBoost
 from tests.engine.reuse_checks import check_exact_tree, check_spans, check_store
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids, tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 SHELF = 60
 BUDGET_DOCUMENTS = 40
 PER_QUERY = 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,9 @@ from kvboost.errors import InvalidRequestError
 from kvboost.kernels import packed
 from kvboost.requests.request import Request
 from tests.checked_requests import read_request
+from tests.fixture_types import MakeEngine
 from tests.forwards import count_fed
 from tests.tiny_models import ARCHITECTURES, random_ids
-
-MakeEngine = Callable[..., KVBoost]
 
 
 class Heard:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import CorrectnessReport, KVBoost
+from kvboost import CorrectnessReport
 from kvboost.errors import InvalidRequestError
 from kvboost.kernels import folded, packed
 from kvboost.kernels.scattered import ScatteredAttention
@@ -18,9 +17,9 @@ from kvboost.kv import arena, rope
 from kvboost.kv import codec as kv_codec
 from kvboost.reuse import chunk_writer as writer
 from kvboost.run import decode
+from tests.fixture_types import MakeEngine
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, random_ids
 
-MakeEngine = Callable[..., KVBoost]
 PROMPT = random_ids(120, 5)
 
 

@@ -5,7 +5,7 @@ Sliding windows are set longer than the prompts here: with shorter ones nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -27,11 +27,11 @@ from kvboost.reuse.assembler import PromptAssembler
 from kvboost.reuse.costs import CostEstimate
 from kvboost.reuse.repair import RepairStrategy
 from kvboost.run import decode, sparse_forward
+from tests.fixture_types import MakeEngine
 from tests.threads import one_torch_thread
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 pytestmark = pytest.mark.exactness
-MakeEngine = Callable[..., KVBoost]
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 WINDOW = 512
 EAGER = ["llama", "gemma2", "gemma3", "stablelm"]

@@ -7,13 +7,15 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+
+from tests.fixture_types import MakeEngine
 
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 pytest.importorskip("lm_eval", reason="needs lm_eval")
@@ -35,7 +37,6 @@ from tests.forwards import count_fed
 from tests.texts import corpus
 from tests.tiny_models import tiny_model
 
-MakeEngine = Callable[..., KVBoost]
 TOLERANCE = 1e-4
 ROOT = Path(__file__).parents[2]
 

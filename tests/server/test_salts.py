@@ -7,7 +7,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +15,15 @@ from typing import Any
 import httpx
 import pytest
 
-from kvboost import KVBoost
 from kvboost.bench.serve_servers import KVBOOST_COMMAND
 from kvboost.bench.server_process import ServerProcess
 from kvboost.bench.stream_client import Address, ask
 from kvboost.server.settings import ApiKey
 from tests.equivalence.proofs import write_result
-from tests.server.running import MODEL, Running
+from tests.fixture_types import MakeEngine
+from tests.server.running import MODEL, Running, Serve
 from tests.tiny_models import random_ids
 
-MakeEngine = Callable[..., KVBoost]
-Serve = Callable[..., Running]
 KEYS = (ApiKey("ann", "a"), ApiKey("bob", "b"))
 PROBES = 200
 PROMPT_TOKENS = 48
