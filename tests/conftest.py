@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.fixture_types import MakeEngine
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
@@ -17,6 +15,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.errors import BuiltinModelMissingError
 from kvboost.loading.embedded import ensure_checkpoint
+from tests.fixture_types import MakeEngine
 from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
