@@ -24,9 +24,9 @@ import torch
 from kvboost.bench.record import machine_record
 from kvboost.bench.timing import spread
 from kvboost.disk import serde
-from kvboost.disk.cache import slot_bytes_for
 from kvboost.disk.serde import Record
 from kvboost.disk.tier import SLOTS, DiskEntry, DiskTier
+from kvboost.disk.tiers import slot_bytes_for
 from kvboost.errors import KVBoostError
 
 Report = Callable[[int, int, str], None]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
+from kvboost.disk import tiers
 from tests.fixture_types import MakeEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -79,6 +80,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         if module in blocks and importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiers, "TIERS", dict(tiers.TIERS))  # a page may add one
     scope, printed = run_page(page)
     check = CHECKS.get(str(page.relative_to(DOCS)))
     if check is not None:
@@ -136,6 +138,8 @@ def check_service(scope: dict[str, Any], _printed: str) -> None:
 def check_contributing(scope: dict[str, Any], printed: str) -> None:
     assert printed.startswith("True")
     assert scope["repaired"].cached_length == scope["assembled"].cached_length > 0
+    assert scope["kept"].cached_tokens == scope["kept"].prompt_tokens - 1
+    assert "'misses': {}, 'refused': {}" in printed
 
 
 def check_limits(_scope: dict[str, Any], printed: str) -> None:

@@ -2,7 +2,7 @@
 
 One thread saves what the store has and the disk does not, and tells the store what went; a few others read.
 Nobody who answers a request ever waits for the disk longer than the deadline, and only for chunks that the
-prompt needs. Knows the store and the disk tier, no model.
+prompt needs. Knows the store and what every tier can do (`chunk_tier`), no model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvboost.disk import serde
-from kvboost.disk.folder import make_private_folder
+from kvboost.disk.chunk_tier import GONE, OTHER_FORM, ChunkTier
 from kvboost.disk.readers import Readers
-from kvboost.disk.room import Room
-from kvboost.disk.tier import GONE, DiskEntry, DiskTier
+from kvboost.disk.serde import RecordHeader
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.store.entries import StoredChunk
@@ -32,19 +30,12 @@ from kvboost.store.manager import KVCacheManager
 
 _log = logging.getLogger(__name__)
 TOO_SLOW = "the disk did not answer in time"
-DEFAULT_CHUNKS = 256
 _DEADLINE_S = 2.0  # for all that one request needs
 _DRAIN_S = 60.0
 _WAY_S = 1.0  # that storing waits for saving
 _REST_S = 30.0  # that it does not wait at all after the disk was too slow
 _BATCH = 8  # chunks that are synced and entered together
 _REFRESH_S = 5.0
-
-
-def slot_bytes_for(codec: KVCodec, tokens: int) -> int:
-    """Room for a chunk of `tokens` tokens with its header."""
-    header = 2_048 + 64 * len(codec.layout.layers) + 4 * tokens
-    return serde.padded(header) + serde.padded(codec.bytes_for(tokens))
 
 
 @dataclass
@@ -56,33 +47,14 @@ class Fetched:
 
 
 class DiskCache:
-    """Saves and loads the chunks of one family in one folder."""
+    """Saves the chunks of one family in a tier, and loads them from it."""
 
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        codec: KVCodec,
-        folder: Path,
-        family: str,
-        *,
-        slot_bytes: int,
-        max_bytes: int | None = None,
-        label: str = "",
-    ) -> None:
-        """`folder` is that of this model; `max_bytes` is for all beside it, None = 256 chunks for each."""
+    def __init__(self, manager: KVCacheManager, codec: KVCodec, tier: ChunkTier, family: str) -> None:
+        """`tier` holds chunks of this family only, and is closed with this."""
         self._manager = manager
         self._codec = codec
         self._family = family
-        room = Room(make_private_folder(folder.parent), max_bytes)
-        self.tier = DiskTier(
-            room.folder_of(folder.name),
-            DEFAULT_CHUNKS if max_bytes is None else max_bytes // slot_bytes,
-            slot_bytes,
-            codec=codec,
-            label=label,
-            grows=True,
-            room=room,
-        )
+        self.tier = tier
         self._pid = os.getpid()
         self._readers = Readers()
         self._wake = threading.Event()
@@ -111,10 +83,9 @@ class DiskCache:
         found = Fetched()
         futures: dict[str, Future[StoredKV | str]] = {}
         for key in wanted:
-            entry = self.tier.entry(key)
-            if entry is None:
+            if key not in self.tier:
                 found.failed[key] = GONE
-            elif (future := self._readers.submit(partial(self._read, entry))) is None:
+            elif (future := self._readers.submit(partial(self._read, key))) is None:
                 found.failed[key] = TOO_SLOW
             else:
                 futures[key] = future
@@ -135,10 +106,12 @@ class DiskCache:
         self._was_too_slow |= TOO_SLOW in found.failed.values()
         return found
 
-    def _read(self, entry: DiskEntry) -> StoredKV | str:
-        chunk = self.tier.load_or_reason(entry)
+    def _read(self, key: str) -> StoredKV | str:
+        chunk = self.tier.load_or_reason(key)
         if isinstance(chunk, str):
             return chunk
+        if not chunk.kv.codec.keeps_form_of(self._codec):
+            return OTHER_FORM
         return StoredKV(self._codec, self._codec.settled(chunk.kv.tensors), chunk.kv.tokens)
 
     # --- saving ------------------------------------------------------------------------------
@@ -182,14 +155,16 @@ class DiskCache:
 
     def _adopt(self) -> None:
         """Tell the store what is on disk."""
-        entries = {entry.header.key: entry for entry in self.tier.entries() if self.tier.is_readable(entry)}
+        headers = {
+            header.key: header for header in self.tier.headers() if header.codec.keeps_form_of(self._codec)
+        }
         new = [
             StoredChunk(
-                entries[key].header.meta["namespace"],
-                entries[key].header.meta["content"],
-                _cold(entries[key], self._codec),
+                headers[key].meta["namespace"],
+                headers[key].meta["content"],
+                _cold(headers[key], self._codec),
             )
-            for key in self._manager.on_disk.note_saved(entries)
+            for key in self._manager.on_disk.note_saved(headers)
         ]
         self._manager.on_disk.adopt(new, self._family)
 
@@ -221,15 +196,15 @@ class DiskCache:
             return
         if self.tier.is_read_only and not self._closing.is_set():
             raise CacheFileError(
-                f"{self.tier.folder} cannot be changed, nothing was cleared: give this process access to it"
+                f"{self.tier.name} cannot be changed, nothing was cleared: give this process access to it"
             )
         is_idle = self._closing.is_set() or self.flush()
         self._manager.clear()
         if self._closing.is_set():
             return
         if not is_idle:
-            raise CacheFileError(f"{self.tier.folder} was not cleared: the disk does not answer")
-        keys = [entry.header.key for entry in self.tier.entries()]
+            raise CacheFileError(f"{self.tier.name} was not cleared: the disk does not answer")
+        keys = [header.key for header in self.tier.headers()]
         self.tier.clear()
         self._manager.on_disk.lost(keys, GONE)
         self._manager.on_disk.save_from_now_on()
@@ -275,7 +250,7 @@ def _record(stored: StoredChunk) -> serde.Record:
     )
 
 
-def _cold(entry: DiskEntry, codec: KVCodec) -> KeptChunk:
-    chunk = entry.header.chunk((), codec)
+def _cold(header: RecordHeader, codec: KVCodec) -> KeptChunk:
+    chunk = header.chunk((), codec)
     chunk.kv = StoredKV(codec, (), len(chunk.token_ids))
     return chunk

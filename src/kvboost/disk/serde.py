@@ -117,6 +117,11 @@ class Record:
     header: RecordHeader
     payload: tuple[Buffer, ...]
 
+    def to_bytes(self) -> bytes:
+        """All of it in one piece, for places that keep bytes by key."""
+        padding = bytes(self.header.payload_start - len(self.header.raw))
+        return b"".join([self.header.raw, padding, *self.payload])
+
 
 def padded(size: int) -> int:
     """The next multiple of the alignment."""
@@ -198,6 +203,20 @@ def read_header(raw: bytes) -> RecordHeader | None:
         return None
     expected = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
     return header if expected == payload_bytes and len(ids) else None
+
+
+def from_bytes(data: bytes, key: str) -> KeptChunk | None:
+    """The chunk that `Record.to_bytes` made bytes of; None where they are damaged, or those of another."""
+    header = read_header(data)
+    if header is None or header.key != key or header.record_bytes != len(data):
+        return None
+    tensors = header.tensors()
+    payload = [buffer_of(tensor) for tensor in tensors]
+    rest = memoryview(data)[header.payload_start :]
+    for part in payload:
+        part[:] = rest[: part.nbytes]
+        rest = rest[part.nbytes :]
+    return header.chunk(tensors) if header.matches(payload) else None
 
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:

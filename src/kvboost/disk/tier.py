@@ -20,6 +20,7 @@ import torch
 
 from kvboost.disk import serde
 from kvboost.disk.check import CheckReport, Progress, check_records
+from kvboost.disk.chunk_tier import CORRUPT, GONE, OTHER_FORM, ChunkTier
 from kvboost.disk.entries import DiskEntries
 from kvboost.disk.folder import (
     DESCRIPTION,
@@ -35,7 +36,7 @@ from kvboost.disk.growth import NO_ROOM, Growth, give_back
 from kvboost.disk.opening import OpenFolder, open_folder
 from kvboost.disk.records import DiskEntry, payload_of
 from kvboost.disk.room import Room, note_use
-from kvboost.disk.serde import Record
+from kvboost.disk.serde import Record, RecordHeader
 from kvboost.disk.slot_writer import write_claimed
 from kvboost.disk.trust import real_folder
 from kvboost.errors import CacheFileError
@@ -46,12 +47,10 @@ from kvboost.models import CachedChunk
 __all__ = ["CORRUPT", "GONE", "INDEX", "SLOTS", "CheckReport", "DiskEntry", "DiskTier"]
 _log = logging.getLogger(__name__)
 READ_ONLY = "read-only folder"
-CORRUPT = "corrupt"
-GONE = "evicted"
 _FAILURES = (OSError, sqlite3.Error, UnicodeError, CacheFileError)
 
 
-class DiskTier:
+class DiskTier(ChunkTier):
     """A folder of at most `max_chunks` chunks, in slots of `slot_bytes` that are there from the start.
 
     Others must neither own it nor be able to write to it. Where this process may not write to it either,
@@ -81,6 +80,7 @@ class DiskTier:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise CacheFileError(f"{name} must be at least {least}, got {value!r}")
         self.folder = make_private_folder(cache_dir)
+        self.name = str(self.folder)
         self.max_chunks = max_chunks
         self.slot_bytes = slot_bytes
         self.misses: Counter[str] = Counter()
@@ -260,19 +260,30 @@ class DiskTier:
         """All that is known to be on disk, without reading any of it."""
         return self._entries.all()
 
+    def headers(self) -> list[RecordHeader]:
+        """The headers of `entries`."""
+        return [entry.header for entry in self._entries.all()]
+
     def load(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | None:
         """Read a chunk and check it over; None, with a counted reason, where it is not what it should be."""
-        found = self.load_or_reason(entry, device)
+        found = self._read_checked(entry, device)
         return found if isinstance(found, KeptChunk) else None
 
-    def load_or_reason(self, entry: DiskEntry, device: str | torch.device = "cpu") -> KeptChunk | str:
-        """Like `load`, but the reason, which is counted too, in place of None."""
+    def load_or_reason(self, key: str) -> KeptChunk | str:
+        """The chunk of that key, checked over; if it cannot be had, the reason, which is counted too."""
+        entry = self.entry(key)
+        if entry is None:
+            self.misses[GONE] += 1
+            return GONE
+        return self._read_checked(entry, "cpu")
+
+    def _read_checked(self, entry: DiskEntry, device: str | torch.device) -> KeptChunk | str:
         found: DiskEntry | str = entry
         for _ in range(2):  # another process may have moved it in between
             if isinstance(found, str):
                 break
-            if not self.is_readable(found):
-                found = "other encoding"
+            if self._codec is not None and not found.header.codec.keeps_form_of(self._codec):
+                found = OTHER_FORM
                 break
             try:
                 tensors = payload_of(self._slots, found)
@@ -285,10 +296,6 @@ class DiskTier:
         reason = found if isinstance(found, str) else GONE
         self.misses[reason] += 1
         return reason
-
-    def is_readable(self, entry: DiskEntry) -> bool:
-        """Whether a chunk has the form that this tier reads."""
-        return self._codec is None or _same_form(entry.header.codec, self._codec)
 
     def _moved(self, entry: DiskEntry) -> DiskEntry | str:
         """Where a chunk is now whose slot holds something else; a reason where it is gone or damaged."""
@@ -398,13 +405,3 @@ class DiskTier:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-
-def _same_form(one: KVCodec, other: KVCodec) -> bool:
-    """Whether two codecs keep the same bytes, wherever they lie."""
-    return (
-        one.bits == other.bits
-        and one.layout.layers == other.layout.layers
-        and [(s.dtype, s.heads, s.head_dim) for s in one.layout.slabs]
-        == [(s.dtype, s.heads, s.head_dim) for s in other.layout.slabs]
-    )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kvboost.choices import AssemblyMode, GenerationMode
 from kvboost.compat import text_config
+from kvboost.disk.cache import DiskCache
+from kvboost.disk.tiers import open_tier
 from kvboost.errors import InvalidRequestError
 from kvboost.executor.model_fit import ModelFit, check_model
 from kvboost.identity.namespace import Namespace
@@ -35,9 +36,6 @@ from kvboost.run import sampling
 from kvboost.settings import DEFAULT_MAX_KL, EngineSettings
 from kvboost.store.chunking import ChunkRegistry, boundary_token_ids
 from kvboost.store.manager import KVCacheManager
-
-if TYPE_CHECKING:
-    from kvboost.disk.cache import DiskCache
 
 SURPRISE_REASON = "weights had changed unseen"
 
@@ -96,29 +94,11 @@ class EngineParts:
         self.loader = ChunkLoader(self.assembler, self.manager, self.disk)
 
     def _open_disk(self) -> DiskCache | None:
-        """The disk tier, in a folder for this model, dtype, encoding and chunk size."""
-        settings, family = self.settings, self.fit.family
-        if settings.disk_cache_dir is None:
+        """The tier that `disk_cache_dir` names, behind threads that save and read."""
+        if self.settings.disk_cache_dir is None:
             return None
-        from kvboost.disk.cache import DiskCache, slot_bytes_for  # needs POSIX
-
-        longest = settings.chunk_size + 2 * settings.chunk_boundary_window
-        slot_bytes = slot_bytes_for(self.codec, longest)
-        budget = settings.disk_cache_bytes
-        if budget is not None and budget < slot_bytes:
-            raise InvalidRequestError(
-                f"disk_cache_bytes must be at least {slot_bytes}, the bytes of one chunk of this model "
-                f"({longest} tokens), got {budget}"
-            )
-        disk = DiskCache(
-            self.manager,
-            self.codec,
-            Path(settings.disk_cache_dir) / f"{family[:24]}-{settings.chunk_size}-{slot_bytes}",
-            family,
-            slot_bytes=slot_bytes,
-            max_bytes=budget,
-            label=self.model_name,
-        )
+        tier = open_tier(self.settings, self.codec, self.fit.family, label=self.model_name)
+        disk = DiskCache(self.manager, self.codec, tier, self.fit.family)
         weakref.finalize(self, disk.close_unowned)  # an engine that nobody closed must end its threads too
         return disk
 

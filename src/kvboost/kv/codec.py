@@ -89,6 +89,15 @@ class KVCodec:
     def is_lossy(self) -> bool:
         return self._parts is not None
 
+    def keeps_form_of(self, other: KVCodec) -> bool:
+        """Whether two codecs keep the same bytes, wherever they lie."""
+        return self is other or (
+            self.bits == other.bits
+            and self.layout.layers == other.layout.layers
+            and [(s.dtype, s.heads, s.head_dim) for s in self.layout.slabs]
+            == [(s.dtype, s.heads, s.head_dim) for s in other.layout.slabs]
+        )
+
     def bytes_for(self, tokens: int) -> int:
         """All bytes that are kept of `tokens` tokens."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(tokens))

@@ -22,7 +22,9 @@ REAL_CALLS = {name: getattr(os, name) for name in ALL_CALLS}
 
 def tier_of(engine: KVBoost) -> DiskTier:
     assert engine.core.parts.disk is not None
-    return engine.core.parts.disk.tier
+    tier = engine.core.parts.disk.tier
+    assert isinstance(tier, DiskTier)
+    return tier
 
 
 def slots_of(engine: KVBoost) -> Path:

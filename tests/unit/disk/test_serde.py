@@ -339,3 +339,28 @@ def test_a_stored_kv_shares_its_memory_with_the_record() -> None:
     record = to_record(chunk)
     chunk.kv.tensors[0].view(-1)[0] = 77.0
     assert np.frombuffer(record.payload[0], dtype="<f4")[0] == 77.0
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_a_record_in_one_piece_comes_back(bits: KVBits) -> None:
+    chunk = kept_chunk(bits, torch.bfloat16, 9)
+    record = to_record(chunk)
+    data = record.to_bytes()
+    assert len(data) == record.header.record_bytes
+    back = serde.from_bytes(data, chunk.prefix_hash)
+    assert back is not None
+    assert_same(back, chunk)
+
+
+def test_a_piece_that_is_damaged_or_anothers_is_no_chunk() -> None:
+    chunk = kept_chunk(16, torch.float32, 3)
+    record = to_record(chunk)
+    key, data = chunk.prefix_hash, record.to_bytes()
+    assert serde.from_bytes(data, key) is not None
+    assert serde.from_bytes(data, key[::-1]) is None
+    for other in (b"", data[:-1], data + b"\0", data[: record.header.payload_start], data * 2):
+        assert serde.from_bytes(other, key) is None
+    for at in (0, len(record.header.raw) - 1, record.header.payload_start, len(data) - 1):
+        flipped = bytearray(data)
+        flipped[at] ^= 1
+        assert serde.from_bytes(bytes(flipped), key) is None
