@@ -58,7 +58,13 @@ class InferenceEngine:
     @constructor_takes(EngineArguments)
     def __init__(self, arguments: EngineArguments) -> None:
         settings = EngineSettings(**arguments.engine_options)
-        self.core = EngineCore(arguments.model, arguments.tokenizer, settings, strict=arguments.strict)
+        self.core = EngineCore(
+            arguments.model,
+            arguments.tokenizer,
+            settings,
+            strict=arguments.strict,
+            engine_class=InferenceEngine,  # also below a subclass, whose constructor may be another
+        )
         parts = self.core.parts
         self.model = parts.model
         self.tokenizer = parts.tokenizer
@@ -86,7 +92,9 @@ class InferenceEngine:
         arguments = PretrainedArguments.checked(model_name, strict, kwargs)  # before anything is loaded
         device = arguments.device if arguments.device is not None else choose_device()
         model, tokenizer = pretrained.load(model_name, arguments.loading_options, device)
-        options = {**arguments.engine_options, "device": None if arguments.device_map is not None else device}
+        options = {name: value for name, value in kwargs.items() if name in arguments.engine_options}
+        if arguments.device_map is None:
+            options["device"] = device
         return cls(model, tokenizer, strict=strict, **options)
 
     # --- requests ----------------------------------------------------------------------------

@@ -416,15 +416,22 @@ def constructor_takes(
     arguments: Callable[P, A],
 ) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
     """Let a constructor take the parameters of a dataclass, and get them as one, checked."""
-    parameters = list(inspect.signature(arguments).parameters.values())
+    taken = inspect.signature(arguments)
 
     def decorate(method: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
         @functools.wraps(method)
         def init(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                taken.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{method.__qualname__}() {error}") from None
             method(self, arguments(*args, **kwargs))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = taken.parameters.values()
         init.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+        init.__annotations__ = {each.name: each.annotation for each in parameters}
+        del init.__wrapped__  # whose parameters are others
         return init
 
     return decorate

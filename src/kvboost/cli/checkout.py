@@ -17,7 +17,7 @@ import click
 import kvboost
 
 PACKAGE = "benchmarks"
-_PROJECT = 'name = "kvboost"'  # a line of the pyproject.toml
+_PROJECT = 'name = "kvboost"'  # a line of [project] in the pyproject.toml
 
 
 def find_checkout(package: Path) -> Path | None:
@@ -27,7 +27,8 @@ def find_checkout(package: Path) -> Path | None:
     project = root / "pyproject.toml"
     if source.name != "src" or not (root / PACKAGE / "__init__.py").is_file() or not project.is_file():
         return None
-    return root if _PROJECT in project.read_text().splitlines() else None
+    table = project.read_text(encoding="utf-8").partition("\n[project]\n")[2].partition("\n[")[0]
+    return root if _PROJECT in table.splitlines() else None
 
 
 @functools.cache

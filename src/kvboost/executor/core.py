@@ -7,7 +7,7 @@ calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvboost.batching import workload
@@ -32,7 +32,17 @@ _MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
 class EngineCore:
     """The executors of one engine, on its parts."""
 
-    def __init__(self, model: Any, tokenizer: Any, settings: EngineSettings, *, strict: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: EngineSettings,
+        *,
+        strict: bool,
+        engine_class: Callable[..., Any],
+    ) -> None:
+        """`engine_class` makes further engines on the same model, for checks and calibration."""
+        self.engine_class = engine_class
         self.parts = parts = EngineParts(model, tokenizer, settings, strict=strict)
         self.warmer = Warmer(parts)
         self.alone = AloneRunner(parts, self.warmer)

@@ -24,6 +24,7 @@ from kvboost.kv.layout import probe_layout
 from kvboost.locks import model_lock
 from kvboost.proof.selftest import check_exactness
 from kvboost.requests.request import Request
+from kvboost.reuse.costs import ForwardCosts
 from kvboost.run import packed_step
 from kvboost.settings import EngineSettings
 
@@ -80,13 +81,17 @@ class ModelFit:
             check_exactness(model, self.layout)
             self.why_not_packed = packed_step.why_not(model, self.layout)
             self.rotation = rope.learn_rotation(model, self.layout)
+            self.costs = ForwardCosts(model, settings.chunk_size)  # runs the model on a GPU
             self._ignore_what_forwards_change(before)
         state = self.watch.read()
         self._structure, self._misfit = state.structure, ""
         self._surprises = state.surprises
         self.family = self._namespaces.of(state, settings.cache_salt).family
-        if settings.weights_check_seconds is not None:
-            scrubber.SCRUBBER.add(id(self), self.watch, model_lock(model), settings.weights_check_seconds)
+
+    def start_watching(self, check_seconds: float | None) -> None:
+        """Watch the model; all weights are checked over every `check_seconds`, None = never."""
+        if check_seconds is not None:
+            scrubber.SCRUBBER.add(id(self), self.watch, model_lock(self._model), check_seconds)
             weakref.finalize(self, _stop_scrubbing, id(self))
         self.watch.users.add(self)
         weakref.finalize(self, self.watch.release_if_unused)

@@ -64,7 +64,7 @@ class EngineParts:
         self.fit = ModelFit(model, settings, self.forget_all)
         self.layout = self.fit.layout
         self.workspace = Workspace(self.layout)
-        self.approximation = Approximation(model, settings, self.fit.rotation)
+        self.approximation = Approximation(model, settings, self.fit.rotation, self.fit.costs)
         self.codec = KVCodec(
             self.layout, settings.bits, device=torch.device("cpu") if settings.cache_device == "cpu" else None
         )
@@ -92,6 +92,7 @@ class EngineParts:
             self.use_calibration(calibration.load(self.fit.family, settings.selector))
         self.disk = self._open_disk()
         self.loader = ChunkLoader(self.assembler, self.manager, self.disk)
+        self.fit.start_watching(settings.weights_check_seconds)  # last: nothing can fail behind it
 
     def _open_disk(self) -> DiskCache | None:
         """The tier that `disk_cache_dir` names, behind threads that save and read."""

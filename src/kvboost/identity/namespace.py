@@ -17,6 +17,7 @@ from kvboost.identity.model_state import ModelState, ModelWatch, watch_of
 from kvboost.locks import fork_safe_lock
 
 FORMAT_VERSION = 2
+_TAINTED = "loose"  # as it stands in the keys of stored chunks
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Namespace:
 
     def tainted(self) -> Namespace:
         """The root of text that was computed while looking at approximate KV."""
-        return self._beside("tainted")
+        return self._beside(_TAINTED)
 
     def approximate(self) -> Namespace:
         """The root of the approximate chains: whole prompts put together from parts and repaired."""

@@ -10,19 +10,16 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv.layout import KVLayout
 from kvboost.kv.rope import KeyRotation
 from kvboost.models import GenerationResult
+from kvboost.proof.fresh_engine import HasSettings
 from kvboost.requests.prompts import Prompt
 from kvboost.reuse.assembler import PromptAssembler
-from kvboost.settings import EngineSettings
 
 
-class Verifiable(Protocol):
+class Verifiable(HasSettings, Protocol):
     """An engine, as far as checks need one."""
 
-    model: Any
-    tokenizer: Any
     layout: KVLayout
     chunk_size: int
-    settings: EngineSettings
     assembler: PromptAssembler
 
     @property

@@ -6,6 +6,7 @@ name.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvboost.kv import rope
@@ -19,23 +20,51 @@ BIT_EXACT_REASON = "exact reuse only: bit_exact"
 NOT_CALIBRATED_REASON = "exact reuse only: not calibrated, run kvboost calibrate or engine.calibrate()"
 
 
+@dataclass(frozen=True)
+class _Repair:
+    """The ratio and the strategies that go with it: requests in other threads see all of it or nothing."""
+
+    ratio: float | None
+    no_ratio_reason: str
+    for_moved_text: RepairStrategy
+    for_prefix_chunks: RepairStrategy
+
+
 class Approximation:
     """The policy of one engine."""
 
-    def __init__(self, model: Any, settings: EngineSettings, rotation: rope.KeyRotation | str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: EngineSettings,
+        rotation: rope.KeyRotation | str,
+        costs: ForwardCosts,
+    ) -> None:
         self._settings = settings
         self.rotation = rotation if isinstance(rotation, rope.KeyRotation) else None
         self.unmovable = rotation if isinstance(rotation, str) else ""
         self._limit = rope.approximate_limit_tokens(model)
-        self._costs = ForwardCosts(model, settings.chunk_size)
+        self._costs = costs
         ratio = settings.recompute_ratio
-        self.use_ratio(None if isinstance(ratio, str) else float(ratio), NOT_CALIBRATED_REASON)
+        self._repair = self._with(None if isinstance(ratio, str) else float(ratio), NOT_CALIBRATED_REASON)
 
     def use_ratio(self, ratio: float | None, no_ratio_reason: str) -> None:
-        """Recompute this share from now on; None = no ratio is good enough, for `no_ratio_reason`."""
-        self._ratio, self._no_ratio_reason = ratio, no_ratio_reason
-        self._for_moved_text = strategies.for_moved_text(self._settings, ratio or 0.0)
-        self._for_prefix_chunks = strategies.for_prefix_chunks(self._settings, ratio or 0.0)
+        """Recompute this share from now on; None = no ratio is good enough, for `no_ratio_reason`.
+
+        Requests that began with a ratio keep its strategies.
+        """
+        if ratio is None:
+            self._repair = replace(self._repair, ratio=None, no_ratio_reason=no_ratio_reason)
+        else:
+            self._repair = self._with(ratio, no_ratio_reason)
+
+    def _with(self, ratio: float | None, no_ratio_reason: str) -> _Repair:
+        return _Repair(
+            ratio,
+            no_ratio_reason,
+            strategies.for_moved_text(self._settings, ratio or 0.0),
+            strategies.for_prefix_chunks(self._settings, ratio or 0.0),
+        )
 
     def refusal(self, total: int, *, calibrating: bool = False) -> str:
         """Why a prompt of `total` tokens gets exact reuse only; empty if approximate reuse is allowed.
@@ -48,11 +77,12 @@ class Approximation:
             return self.unmovable
         if self._limit is not None and total > self._limit:
             return rope.WINDOW_REASON
-        return self._no_ratio_reason if self._ratio is None and not calibrating else ""
+        repair = self._repair
+        return repair.no_ratio_reason if repair.ratio is None and not calibrating else ""
 
     def strategy(self, plan: ReusePlan) -> RepairStrategy:
         """How the reused tokens of `plan` are repaired. Moved text has a strategy of its own."""
-        return self._for_moved_text if plan.has_moved else self._for_prefix_chunks
+        return self._repair.for_moved_text if plan.has_moved else self._repair.for_prefix_chunks
 
     def choice(self, plan: ReusePlan) -> str:
         """Why `plan` has approximate reuse or not, in words; empty if there was nothing to choose."""

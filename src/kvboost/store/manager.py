@@ -358,7 +358,7 @@ class KVCacheManager:
 
 
 def _where_to_store(walk: Walk, cuts: set[int]) -> TreeNode:
-    """The last whole node; before it, if it is a tail that a longer chunk will reroom."""
+    """The last whole node; before it, if it is a tail that a longer chunk will replace."""
     node = walk.node
     is_tail = not node.is_root and not node.children and node.end not in cuts
     return node.parent if is_tail and node.parent is not None else node
