@@ -102,4 +102,4 @@ def test_threads_end_with_the_engine(disk_engine: MakeEngine) -> None:
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of the test before may have ended meanwhile
