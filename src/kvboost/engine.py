@@ -40,7 +40,6 @@ from kvboost.reuse.explain import Explanation
 from kvboost.settings import (
     DEFAULT_MODEL,
     EngineArguments,
-    EngineSettings,
     PretrainedArguments,
     constructor_takes,
     takes,
@@ -57,20 +56,14 @@ class InferenceEngine:
 
     @constructor_takes(EngineArguments)
     def __init__(self, arguments: EngineArguments) -> None:
-        settings = EngineSettings(**arguments.engine_options)
-        self.core = EngineCore(
-            arguments.model,
-            arguments.tokenizer,
-            settings,
-            strict=arguments.strict,
-            engine_class=InferenceEngine,  # also below a subclass, whose constructor may be another
-        )
+        # Not type(self): a subclass may have another constructor.
+        self.core = EngineCore(arguments, engine_class=InferenceEngine)
         parts = self.core.parts
         self.model = parts.model
         self.tokenizer = parts.tokenizer
-        self.settings = settings
-        self.chunk_size = settings.chunk_size
-        self.bit_exact = settings.bit_exact
+        self.settings = parts.settings
+        self.chunk_size = parts.settings.chunk_size
+        self.bit_exact = parts.settings.bit_exact
         self.layout = parts.layout
         self.codec = parts.codec
         self.chunk_registry = parts.registry

@@ -23,7 +23,7 @@ from kvboost.models import GenerationResult, ScoreResult, Span
 from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Arguments, Request, ScoreRequest
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
-from kvboost.settings import EngineSettings
+from kvboost.settings import EngineArguments, EngineSettings
 
 _RUNNING_BATCH_TOKENS = 32_768
 _MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
@@ -32,18 +32,12 @@ _MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
 class EngineCore:
     """The executors of one engine, on its parts."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        settings: EngineSettings,
-        *,
-        strict: bool,
-        engine_class: Callable[..., Any],
-    ) -> None:
+    def __init__(self, arguments: EngineArguments, *, engine_class: Callable[..., Any]) -> None:
         """`engine_class` makes further engines on the same model, for checks and calibration."""
         self.engine_class = engine_class
-        self.parts = parts = EngineParts(model, tokenizer, settings, strict=strict)
+        model, tokenizer = arguments.model, arguments.tokenizer
+        settings = EngineSettings(**arguments.engine_options)
+        self.parts = parts = EngineParts(model, tokenizer, settings, strict=arguments.strict)
         self.warmer = Warmer(parts)
         self.alone = AloneRunner(parts, self.warmer)
         self.own_loop = OwnLoop(parts, self.warmer)
