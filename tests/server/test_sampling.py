@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from kvboost import KVBoost
 from kvboost.models import GenerationResult
@@ -83,10 +82,6 @@ def test_choices_draw_from_seeds_of_their_own(seed: int, index: int, drawn: int)
     assert sampling_arguments(Fields(seed=seed), index, 5, None).seed == drawn
 
 
-@pytest.mark.xfail(
-    transformers.__version__.startswith("4."),
-    reason="transformers 4 puts the model's defaults into the place of options that equal its own",
-)
 @pytest.mark.parametrize("batching", [True, False])
 def test_what_the_model_says_about_sampling_does_not_count(make_engine: MakeEngine, batching: bool) -> None:
     engine = make_engine()
