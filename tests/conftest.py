@@ -76,7 +76,8 @@ def real_engine() -> Iterator[KVBoost]:
 
 @pytest.fixture
 def real(real_engine: KVBoost) -> Iterator[KVBoost]:
-    """The real engine with an empty cache."""
+    """The real engine with an empty cache, for a test that leaves the model as it was."""
     real_engine.clear()
     yield real_engine
     real_engine.cache_manager.check_integrity()
+    assert not real_engine.weights_changed()

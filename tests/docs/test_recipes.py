@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import re
@@ -24,35 +23,22 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_t
 
 
 @pytest.fixture
-def shared_model(real: KVBoost, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`from_pretrained("builtin", ...)` gives an engine with an empty cache on the model that is loaded.
+def shared_model(page: Path, real: KVBoost, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`from_pretrained("builtin", ...)` gives an engine on the model that is loaded; all are closed.
 
-    Without options that matter it is the loaded engine itself, whose pins are taken back; others are closed.
+    A page that writes to weights gets a model of its own.
     """
     opened: list[KVBoost] = []
-    pinned: list[tuple[KVBoost, Any]] = []
-    pin: Callable[..., int] = KVBoost.pin
     load: MakeEngine = KVBoost.from_pretrained
-    settings = dataclasses.asdict(real.settings)
+    writes = ".weight.data" in page.read_text()
 
     def open_on_shared(name: str = "", **options: Any) -> KVBoost:
-        if name == "builtin" and all(settings.get(option) == value for option, value in options.items()):
-            real.clear()
-            return real
-        is_plain = name == "builtin" and not options.keys() & {"dtype", "device"}
-        opened.append(KVBoost(real.model, real.tokenizer, **options) if is_plain else load(name, **options))
+        is_shared = name == "builtin" and not writes and not options.keys() & {"dtype", "device"}
+        opened.append(KVBoost(real.model, real.tokenizer, **options) if is_shared else load(name, **options))
         return opened[-1]
 
-    def pin_for_now(engine: KVBoost, text: Any) -> int:
-        pinned.append((engine, text))
-        return pin(engine, text)
-
     monkeypatch.setattr(KVBoost, "from_pretrained", open_on_shared)
-    monkeypatch.setattr(KVBoost, "pin", pin_for_now)
     yield
-    for engine, text in pinned:
-        engine.unpin(text)
-    assert real.cache_stats()["pinned_chunks"] == 0
     for engine in opened:
         engine.cache_manager.check_integrity()
         engine.close()

@@ -5,6 +5,7 @@ Needs Playwright and a Chromium: Debian's, or the one that `playwright install c
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -389,6 +390,29 @@ def test_nothing_overflows(page: Any, salt: str, size: str) -> None:
         if moment == "before":
             send(page)
             page.locator(".span").first.focus()
+
+
+def answer(told: dict[str, Any], route: Any) -> None:
+    route.fulfill(json=told)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_chunks_of_any_age_and_use_fit_or_scroll(page: Any, size: str) -> None:
+    """On the narrowest screen what is usual fits; what is rare scrolls inside its card, also by keyboard."""
+    page.set_viewport_size(dict(zip(("width", "height"), SIZES[size], strict=True)))
+    chunk = {"id": "0f" * 16, "tokens": 128, "uses": 40, "tier": "disk", "age_s": 5_000.0, "text": "x" * 80}
+    old = {**chunk, "uses": 12_345_678, "age_s": 400 * 86_400.0, "text": ""}
+    is_wider = (
+        "() => { const card = document.querySelector('#chunks'); return card.scrollWidth > card.clientWidth }"
+    )
+    for shown, may_scroll in ((chunk, False), (old, True)):
+        told = page.request.get(page.url + "v1/cache/stats").json() | {"chunks": [shown]}
+        page.route("**/v1/cache/stats*", functools.partial(answer, told))
+        expect(page.locator("#chunks .uses")).to_have_text([f"{shown['uses']:,}"])
+        assert may_scroll or not page.evaluate(is_wider)
+        assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    page.locator("#chunks").focus()
+    assert page.evaluate("document.activeElement.id") == "chunks"
 
 
 def test_theme_is_remembered(page: Any) -> None:

@@ -1,7 +1,7 @@
 """64 hostile clients, and one who asks short questions meanwhile: it hardly notices.
 
-`make test` has half a minute of it, `make soak` ten (KVBOOST_SOAK_MINUTES sets another time; the result is
-kept where it was at least ten).
+`make test` has half a minute of it and looks at no times; `make soak` has ten, and does (KVBOOST_SOAK_MINUTES
+sets another time; the result is kept where it was at least ten).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def growth(rss_mb: list[float]) -> float:
 
 
 def check(found: dict[str, Any], server: ServerProcess) -> dict[str, Any]:
-    """All that must hold; returns the summary."""
+    """What must hold on any machine: all are answered or refused, and nothing breaks. Returns the summary."""
     for replies in (found["alone"], *found["rounds"], found["after"]):
         assert [reply.status for reply in replies] == [200] * len(replies), replies
         assert all(reply.is_answered for reply in replies), replies
@@ -138,14 +138,18 @@ def check(found: dict[str, Any], server: ServerProcess) -> dict[str, Any]:
         "longest_look_ms": {route: round(s * 1e3, 1) for route, s in found["looks"].items()},
         "rss_mb": {"least": round(rss[0]), "median": round(statistics.median(rss)), "most": round(rss[-1])},
     }
-    assert found["left_s"] > 0, f"the attack was over before the last was asked: {summary}"
-    assert max(each.median_times for each in rounds) <= MEDIAN_TIMES, summary
-    assert max(each.worst_times for each in rounds) <= WORST_TIMES, summary
-    assert max(found["looks"].values()) <= LOOK_S, summary
     assert sum(count for name, count in found["hostile"].items() if name.endswith(" 429")) > 0, summary
     assert sum(count for name, count in found["hostile"].items() if name.endswith(" 500")) == 0, summary
     assert "Traceback" not in server.log, server.log[server.log.index("Traceback") :][:3000]
     return summary
+
+
+def check_times(found: dict[str, Any], summary: dict[str, Any]) -> None:
+    """How little the others notice, on a machine that does nothing else."""
+    assert found["left_s"] > 0, f"the attack was over before the last was asked: {summary}"
+    assert max(each.median_times for each in summary["rounds"]) <= MEDIAN_TIMES, summary
+    assert max(each.worst_times for each in summary["rounds"]) <= WORST_TIMES, summary
+    assert max(found["looks"].values()) <= LOOK_S, summary
 
 
 @pytest.mark.real_model
@@ -160,6 +164,7 @@ def test_a_short_request_among_hostile_clients(server: ServerProcess) -> None:
 def test_hostile_clients_for_ten_minutes(server: ServerProcess) -> None:
     found = asyncio.run(attacked(server, MINUTES * 60, max(4, round(MINUTES))))
     summary = check(found, server)
+    check_times(found, summary)
     summary["rss_growth"] = round(growth(found["rss_mb"]), 4)
     assert summary["rss_growth"] <= MAX_GROWTH, summary
     if MINUTES >= WHOLE_MINUTES:
