@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 from kvboost.errors import InvalidRequestError
 
 KVBits: TypeAlias = Literal[4, 8, 16, "k8v4"]  # bits of a stored number; "k8v4" = keys 8, values 4
 BITS: tuple[KVBits, ...] = (16, 8, 4, "k8v4")
-SELECTORS = ("guided", "deviation")  # how CacheBlend finds the tokens that are worth computing again
+Selector = Literal["guided", "deviation"]  # how CacheBlend finds the tokens worth computing again
+SELECTORS: tuple[str, ...] = get_args(Selector)
 _Choice = TypeVar("_Choice", bound=Enum)
 
 

@@ -102,14 +102,17 @@ class InferenceEngine:
         *,
         cache_salt: str | None = None,
         seed: int | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | None = None,
         **options: Any,
     ) -> GenerationResult:
         """Answer `prompt` (text, token ids or messages), reusing what the cache holds of it.
 
-        `options` are transformers' generation options. Afterwards the prompt's and the answer's
-        chunks are in the cache.
+        `recompute_ratio` and `selector` stand in for the engine's own in this call. `options` are
+        transformers' generation options. Afterwards the prompt's and the answer's chunks are in the cache.
         """
-        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
+        repair = (recompute_ratio, selector)
+        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
         return self.core.alone.serve(self.core.read(prompt, arguments))
 
     def stream(
@@ -122,6 +125,8 @@ class InferenceEngine:
         *,
         cache_salt: str | None = None,
         seed: int | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | None = None,
         **options: Any,
     ) -> TextStream:
         """Like `generate`, but an iterable of text pieces, with `.result` when it is through."""
@@ -131,10 +136,9 @@ class InferenceEngine:
             )
         stream = TextStream(self.tokenizer)
         options["streamer"] = stream.streamer
-        request = self.core.read(
-            prompt,
-            Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options),
-        )
+        repair = (recompute_ratio, selector)
+        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
+        request = self.core.read(prompt, arguments)
         if request.options.num_sequences > 1:
             raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_sequences}")
         stream.start(lambda: self.core.alone.serve(request), request.watch.cancelled)
@@ -152,6 +156,8 @@ class InferenceEngine:
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         cache_salt: str | None = None,
         seed: int | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | None = None,
         max_batch_tokens: int | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
@@ -166,12 +172,10 @@ class InferenceEngine:
                 "generate_batch cannot be bit-exact, since other sequences change the shapes that the model "
                 "sees; use generate or generate_many, which run each prompt alone in this mode"
             )
-        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
-        requests = self.core.read_all(prompts, arguments, max_batch_tokens)
-        outcomes = self.core.workload.outcomes(
-            requests, unshared_alone=False, max_batch_tokens=max_batch_tokens
-        )
-        return workload.collected(outcomes, len(requests))
+        repair = (recompute_ratio, selector)
+        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
+        outcomes = self.core.outcomes(prompts, arguments, max_batch_tokens, unshared_alone=False)
+        return workload.collected(outcomes, len(prompts))
 
     def generate_many(
         self,
@@ -183,6 +187,8 @@ class InferenceEngine:
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         cache_salt: str | None = None,
         seed: int | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | None = None,
         max_batch_tokens: int | None = None,
         progress: bool | None = None,
         **options: Any,
@@ -191,12 +197,10 @@ class InferenceEngine:
 
         The arguments are those of `generate_batch`. `progress=None` shows a bar on a terminal.
         """
-        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
-        requests = self.core.read_all(prompts, arguments, max_batch_tokens)
-        outcomes = self.core.workload.outcomes(
-            requests, unshared_alone=True, max_batch_tokens=max_batch_tokens
-        )
-        return workload.collected(workload.shown(outcomes, len(requests), progress), len(requests))
+        repair = (recompute_ratio, selector)
+        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
+        outcomes = self.core.outcomes(prompts, arguments, max_batch_tokens, unshared_alone=True)
+        return workload.collected(workload.shown(outcomes, len(prompts), progress), len(prompts))
 
     def stream_many(
         self,
@@ -208,6 +212,8 @@ class InferenceEngine:
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         cache_salt: str | None = None,
         seed: int | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | None = None,
         max_batch_tokens: int | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, GenerationResult]]:
@@ -215,12 +221,10 @@ class InferenceEngine:
 
         Closing it early releases everything. Prompts that fail are told by a PartialResultsError at the end.
         """
-        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options)
-        requests = self.core.read_all(prompts, arguments, max_batch_tokens)
-        outcomes = self.core.workload.outcomes(
-            requests, unshared_alone=True, max_batch_tokens=max_batch_tokens
-        )
-        return workload.streamed(outcomes, len(requests))
+        repair = (recompute_ratio, selector)
+        arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
+        outcomes = self.core.outcomes(prompts, arguments, max_batch_tokens, unshared_alone=True)
+        return workload.streamed(outcomes, len(prompts))
 
     def score(
         self,
@@ -279,9 +283,13 @@ class InferenceEngine:
         *,
         mode: GenerationMode | str = GenerationMode.CHUNK_KV_REUSE,
         cache_salt: str | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | None = None,
     ) -> Explanation:
         """What would be reused of `prompt`, span by span, and why the rest would not. Changes nothing."""
-        return self.core.explain(prompt, max_new_tokens, mode, cache_salt)
+        repair = (recompute_ratio, selector)
+        arguments = Arguments(max_new_tokens, mode, cache_salt=cache_salt, repair=repair)
+        return self.core.explain(prompt, arguments)
 
     def verify_correctness(
         self,
@@ -315,14 +323,8 @@ class InferenceEngine:
         if refusal := self.core.parts.approximation.refusal(0, calibrating=True):
             raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
         with fresh_engine(self, recompute_ratio=0.15, max_kl=None) as engine:
-            found = calibration.measure(
-                engine,
-                model=self.core.parts.model_name,
-                selector=self.settings.selector,
-                prompts=prompts,
-                max_positions=self.max_positions,
-                report=report,
-            )
+            of, most = (self.core.parts.model_name, self.settings.selector), self.max_positions
+            found = calibration.measure(engine, *of, prompts=prompts, max_positions=most, report=report)
         calibration.save(found)
         self.core.parts.use_calibration(found)
         return found

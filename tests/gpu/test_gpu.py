@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.checked_requests import read_request
+from tests.engine.reuse_checks import check_store, documents, joined, pay_always
 from tests.engine.test_scheduler import run
 from tests.equivalence.capture import generate_with_logits
 from tests.fixture_types import MakeEngine
@@ -182,6 +183,35 @@ def test_a_running_batch_equals_baseline(
     scheduler = engine.core.scheduler(max_sequences=3, max_tokens=600)
     heard = run(scheduler, [(2 * i, read_request(engine, prompt, 12)) for i, prompt in enumerate(prompts)])
     assert [one.tokens for one in heard] == expected
+
+
+@pytest.mark.parametrize("cache_device", ["cpu", "model"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_repair_in_a_running_batch(
+    architecture: str, cache_device: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts with moved text beside exact ones: each as it would be alone."""
+    pay_always(monkeypatch)
+    shelf = documents(2, seed=42, low=40, high=60)
+    engine = make_engine(architecture, device="cuda", cache_device=cache_device)
+    prompts = [
+        [*random_ids(5, seed=i), *joined(shelf[:: 1 - 2 * (i % 2)]), *random_ids(9, seed=10 + i)]
+        for i in range(4)
+    ]
+    modes = ["chunk_kv_reuse", "prefix_cache", "chunk_kv_reuse", "prefix_cache"]
+    expected = []
+    for prompt, mode in zip(prompts, modes, strict=True):
+        alone = make_engine(architecture, device="cuda", cache_device=cache_device, model=engine.model)
+        for document in shelf:
+            alone.warm(document)
+        expected.append(alone.generate(prompt, 12, mode=mode).token_ids)
+    for document in shelf:
+        engine.warm(document)
+    requests = [read_request(engine, each, 12, mode) for each, mode in zip(prompts, modes, strict=True)]
+    order = [0, 2, 1, 3]  # what exact ones store would be found by the others
+    heard = run(engine.core.scheduler(max_sequences=4, max_tokens=800), [(0, requests[i]) for i in order])
+    assert [one.tokens for one in heard] == [expected[i] for i in order]
+    check_store(engine)
 
 
 def test_a_disk_cache_serves_the_gpu(make_engine: MakeEngine, tmp_path: Any) -> None:

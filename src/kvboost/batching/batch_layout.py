@@ -13,7 +13,7 @@ from kvboost.choices import Origin
 from kvboost.kv.arena import Arena
 from kvboost.models import Span
 from kvboost.requests.request import Request
-from kvboost.reuse.plan import PrefixPart, ReusePlan
+from kvboost.reuse.plan import PlanPart, ReusePlan
 from kvboost.run.packed_step import Segment
 
 SHARED_REASON = "computed once for the batch"
@@ -56,7 +56,7 @@ class BatchLayout:
         """A sequence whose text begins in the first slot: branches come before lanes."""
         return self.forest.branches[0].sequences[0] if self.forest.branches else self.forest.order[0]
 
-    def parts(self, plans: list[ReusePlan], already: int) -> list[PrefixPart]:
+    def parts(self, plans: list[ReusePlan], already: int) -> list[PlanPart]:
         """What to place where, by the sequences' `plans`; the first `already` slots hold it by now.
 
         Sets the lengths of all segments to what is placed then.
@@ -66,13 +66,13 @@ class BatchLayout:
             best = max((plans[index] for index in branch.sequences), key=lambda plan: plan.prefix_end)
             segment.length = min(max(0, best.prefix_end - branch.start), segment.capacity)
             in_place = min(already, segment.length) if segment.start == 0 else 0
-            found.append(PrefixPart.of(best, branch.start + in_place, branch.end, segment.start + in_place))
+            found.append(PlanPart.exact(best, branch.start + in_place, branch.end, segment.start + in_place))
         for index in self.forest.order:
             lane, plan = self.lanes[index], plans[index]
             lane.length = max(0, plan.prefix_end - lane.position)
             in_place = min(already, lane.length) if lane.start == 0 else 0
             start, end = lane.position + in_place, lane.position + lane.length
-            found.append(PrefixPart.of(plan, start, end, lane.start + in_place))
+            found.append(PlanPart.exact(plan, start, end, lane.start + in_place))
         return found
 
     def unfilled(self) -> list[list[tuple[Segment, Branch]]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from kvboost.batching.radix_tree import Node, RadixTree
 from kvboost.batching.sequence import Sequence, prefill_tokens
 from kvboost.batching.slot_pool import SlotPool
+from kvboost.choices import GenerationMode
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout
 from kvboost.requests.request import Request
 from kvboost.run.packed_step import Segment
 
+_STAGED_TOKENS = 1_024  # capacities of the arena in which a repair is prepared are multiples of this
 LANE_TOKENS = 256  # of an answer; a longer one spills into the pool, so that lanes stay equal
 _TAIL_SHARE = 2  # the end of a prompt is pulled into its lane where it is at most the lane's size by this
 
@@ -27,6 +29,12 @@ class BatchMemory:
         self.arena = Arena(layout, self.lane_slots + max_tokens)
         self.radix_tree = self._empty_tree()
         self.sequences: list[Sequence] = []  # by lane
+        self._staging: Arena | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arenas."""
+        return self.arena.nbytes + (self._staging.nbytes if self._staging is not None else 0)
 
     @property
     def lane_slots(self) -> int:
@@ -44,20 +52,40 @@ class BatchMemory:
             return False
         reserved = sum(each.reserved for each in self.sequences)
         tokens = request.token_ids[: prefill_tokens(request, answers=answers)]
-        needed, there = self.radix_tree.room_for(request.namespace.key, tokens, reserved)
+        needed, there = self.radix_tree.room_for(
+            request.namespace.key,
+            tokens,
+            reserved,
+            may_be_private=request.mode is GenerationMode.CHUNK_KV_REUSE,
+        )
         return needed + spill_tokens(request, answers=answers) + spare_tokens <= there
 
-    def enter(self, sequence: Sequence) -> None:
-        """Give a sequence its path in the radix tree. Its new nodes are not filled."""
+    def enter(self, sequence: Sequence, exact_tokens: int) -> None:
+        """Give a sequence its path in the radix tree, private behind `exact_tokens` tokens.
+
+        Its new nodes are not filled.
+        """
         tokens = sequence.request.token_ids[: sequence.limit]
         key = sequence.request.namespace.key
-        sequence.node, sequence.in_place = self.radix_tree.enter(key, tokens)
+        sequence.node, sequence.in_place = self.radix_tree.enter(key, tokens[:exact_tokens])
+        if exact_tokens < len(tokens):
+            try:
+                sequence.node = self.radix_tree.enter_private(sequence.node, tokens[exact_tokens:])
+            except ValueError:
+                self.cancel(sequence)
+                raise
 
     def cancel(self, sequence: Sequence) -> None:
         """Take a sequence's path back before it has a lane; what was placed in its nodes is not trusted."""
         for node in sequence.own_nodes:
             node.segment.length = 0
         self.radix_tree.leave(sequence.node)
+
+    def staged(self, tokens: int) -> Arena:
+        """An arena for `tokens` tokens of one sequence, from slot 0 on; it is used again and again."""
+        if self._staging is None or self._staging.capacity < tokens:
+            self._staging = Arena(self.arena.layout, -(-tokens // _STAGED_TOKENS) * _STAGED_TOKENS)
+        return self._staging
 
     def add_lane(self, sequence: Sequence) -> None:
         """Give a sequence that has entered the next lane."""

@@ -24,7 +24,7 @@ from kvboost.models import GenerationResult, ScoreResult
 from kvboost.requests.prepared import LENGTH_REASON
 from kvboost.requests.request import Request, ScoreRequest
 from kvboost.run import decode
-from kvboost.run.packed_step import Extension, Segment, extend
+from kvboost.run.packed_step import Extension, Segment, SequenceKV, extend
 from kvboost.run.sampling import SequenceSampler
 from kvboost.store.inserter import StoreReport
 
@@ -202,8 +202,8 @@ class BatchRunner:
         """Store the KV of `token_ids` `[tokens]`, as far as it was computed, and count the request."""
         plan, lane = batch.plans[index], batch.layout.lanes[index]
         self._context.loader.make_way(lane.end - plan.prefix_end)
-        between = partial(lane.between, batch.arena)
-        report = self._context.writer.keep_from(token_ids[: lane.end], between, request.namespace)
+        kv = SequenceKV(batch.arena, lane)
+        report = self._context.writer.keep(token_ids[: lane.end], kv, request.namespace)
         self._context.loader.save_soon()
         self._context.manager.count_request(
             reused=sum(span.length for span in batch.spans[index] if span.origin is Origin.EXACT),

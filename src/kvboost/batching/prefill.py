@@ -26,15 +26,14 @@ class PrefillPlanner:
         """
         waiting: dict[int, tuple[Sequence, Node]] = {}
         for sequence in self._whose_turn(sequences):
-            if (node := sequence.unfilled) is not None:
+            if (node := sequence.unfilled) is not None and not (node.is_private and sequence.awaits_choice):
                 waiting.setdefault(id(node), (sequence, node))
         fills: dict[int, Extension] = {}
         needs = [_need(sequence, node) for sequence, node in waiting.values()]
         for (sequence, node), count in zip(waiting.values(), shares(budget, needs), strict=True):
             if count:
                 sequence.computed_from = min(sequence.computed_from, node.segment.end)
-                start = node.segment.length
-                fills[id(node)] = Extension(node.segment, node.tokens[start : start + count], 0)
+                fills[id(node)] = Extension(node.segment, node.tokens[node.segment.to_compute[:count]], 0)
         return fills
 
     def _whose_turn(self, sequences: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
@@ -54,7 +53,7 @@ def is_ready(sequence: Sequence, fills: dict[int, Extension]) -> bool:
     """Whether a sequence's prompt is filled after `fills`, all but its last token."""
     missing = [node for node in sequence.node.path if not node.is_filled]
     return all(
-        id(node) in fills and node.segment.length + len(fills[id(node)].token_ids) == node.segment.capacity
+        id(node) in fills and len(fills[id(node)].token_ids) == len(node.segment.to_compute)
         for node in missing
     )
 
@@ -68,8 +67,9 @@ class Need(NamedTuple):
 
 
 def _need(sequence: Sequence, node: Node) -> Need:
-    now = node.segment.capacity - node.segment.length
-    return Need(now, sequence.limit - node.segment.end, sequence.tenant)
+    now = len(node.segment.to_compute)
+    later = [each for each in sequence.node.path if each.segment.position > node.segment.position]
+    return Need(now, now + sum(len(each.segment.to_compute) for each in later), sequence.tenant)
 
 
 def shares(budget: int, needs: abc.Sequence[Need]) -> list[int]:

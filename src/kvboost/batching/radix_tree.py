@@ -22,12 +22,18 @@ _MOST_RANGES = 4  # for a new path, if possible: each range is a call of attenti
 
 
 class Node:
-    """Tokens `[n]` behind those of `parent`, and the segment of their KV, which may not be filled yet."""
+    """Tokens `[n]` behind those of `parent`, and the segment of their KV, which may not be filled yet.
 
-    def __init__(self, tokens: np.ndarray, segment: Segment, parent: Node | None) -> None:
+    A private one belongs to one sequence: no other finds it, and it goes with its sequence.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, segment: Segment, parent: Node | None, *, is_private: bool = False
+    ) -> None:
         self.tokens = tokens
         self.segment = segment
         self.parent = parent
+        self.is_private = is_private
         self.children: list[Node] = []
         self.namespace_key = ""  # set on roots only
         self.users = 0  # sequences whose path goes through it
@@ -35,7 +41,7 @@ class Node:
 
     @property
     def is_filled(self) -> bool:
-        return self.segment.length == self.segment.capacity
+        return self.segment.is_filled
 
     @property
     def end(self) -> int:
@@ -84,7 +90,7 @@ class RadixTree:
         at = 0
         while at < len(tokens):
             best, common = None, 0
-            for child in node.children:
+            for child in [each for each in node.children if not each.is_private]:
                 shared = common_tokens(child.tokens, tokens[at:])
                 # A short node costs more in every later step than it saves once.
                 if shared > common and shared >= min(MIN_SHARED_TOKENS, len(child.tokens)):
@@ -97,9 +103,14 @@ class RadixTree:
             node = best
         return Found(node, len(node.tokens), at)
 
-    def room_for(self, namespace_key: str, tokens: np.ndarray, reserved: int) -> tuple[int, int]:
-        """Slots that a path for `tokens` `[n]` needs, and how many could be taken beside `reserved` ones."""
-        found = self.find(namespace_key, tokens)
+    def room_for(
+        self, namespace_key: str, tokens: np.ndarray, reserved: int, *, may_be_private: bool = False
+    ) -> tuple[int, int]:
+        """Slots that a path for `tokens` `[n]` needs, and how many could be taken beside `reserved` ones.
+
+        Of a path that may be private from anywhere on, nothing is counted as there.
+        """
+        found = self.find(namespace_key, tokens[:0] if may_be_private else tokens)
         own = {id(node) for node in found.node.path}
         idle = sum(
             len(node.tokens)
@@ -131,15 +142,33 @@ class RadixTree:
             raise
         if node.parent is None and ranges:
             self._roots[namespace_key] = node  # whose last text may just have been evicted
-        at = found.at
+        node = self._add(node, tokens[found.at :], ranges)
+        self._touch(node)
+        return node, found.at
+
+    def enter_private(self, node: Node, tokens: np.ndarray) -> Node:
+        """Private nodes for `tokens` `[n]` behind the path of `node`, which has been entered.
+
+        Returns the last of them; raises ValueError where there is no room.
+        """
+        ranges = self.take(len(tokens))
+        if node.parent is None and ranges:
+            self._roots[node.namespace_key] = node  # whose last text may just have been evicted
+        return self._add(node, tokens, ranges, is_private=True)
+
+    @staticmethod
+    def _add(
+        node: Node, tokens: np.ndarray, ranges: list[tuple[int, int]], *, is_private: bool = False
+    ) -> Node:
+        """Nodes of one user for `tokens` `[n]` behind `node`, in the slots of `ranges`; returns the last."""
+        at = 0
         for start, end in ranges:
             segment = Segment(start, end - start, tuple(each.segment for each in node.path))
-            child = Node(tokens[at : at + end - start].copy(), segment, node)
+            child = Node(tokens[at : at + end - start].copy(), segment, node, is_private=is_private)
             child.users = 1
             node.children.append(child)
             node, at = child, at + end - start
-        self._touch(node)
-        return node, found.at
+        return node
 
     def leave(self, node: Node) -> None:
         """Remove a user of a path; slots that are not filled and that no sequence waits for become free."""
@@ -149,6 +178,7 @@ class RadixTree:
         path = node.path
         if self._forget_if_cleared(path):
             return
+        path = self._without_private(path)
         for each in path:
             if not each.users and not each.is_filled:
                 self._cut_back(each)
@@ -161,8 +191,16 @@ class RadixTree:
         self._touch(nodes[-1])
         for node in nodes:
             node.users -= 1
-        self._forget_if_cleared(nodes[-1].path)
+        if not self._forget_if_cleared(nodes[-1].path):
+            self._without_private(nodes)
         return before
+
+    def _without_private(self, path: list[Node]) -> list[Node]:
+        """Remove the private nodes of a path that its sequence has left; returns the others."""
+        for node in path[::-1]:
+            if node.is_private:
+                self._remove(node)
+        return [node for node in path if not node.is_private]
 
     def take(self, count: int) -> list[tuple[int, int]]:
         """Take free slots, in few ranges; evicts where that is needed."""

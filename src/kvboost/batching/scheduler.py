@@ -1,14 +1,15 @@
 """Continuous batching: requests join and leave one running batch at any step.
 
     join: match -> place what is stored -> a lane of its own
-    step: some prompt tokens of sequences in prefill, one token for each that decodes
+    step: some prompt tokens of sequences in prefill or repair, one token for each that decodes
     leave: store -> result
 
 Prefixes that requests share lie in the arena once and are computed once (`radix_tree`): a sequence that needs
 text that is being computed waits for it. A long prompt is prefilled in blocks, cut so that the other
-sequences' tokens come on time. Where the model changes between two steps, sequences in the batch go on
-outside the arena, on the model as it is then, and nothing of theirs is stored. One thread drives it. Knows
-sequences and stores, no queue and no network.
+sequences' tokens come on time. Text that has moved is placed in private nodes, and the tokens of it that are
+computed again go through like those of any prompt. Where the model changes between two steps, sequences in
+the batch go on outside the arena, on the model as it is then, and nothing of theirs is stored. One thread
+drives it. Knows sequences and stores, no queue and no network.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from kvboost.batching.sequence import Listener, Sequence, StockDecoder, prefill_
 from kvboost.errors import InvalidRequestError
 from kvboost.requests.prepared import CHANGED_REASON, LENGTH_REASON
 from kvboost.requests.request import Request
-from kvboost.reuse.plan import PrefixPart, ReusePlan
+from kvboost.reuse.plan import PlanPart, ReusePlan
+from kvboost.reuse.repair import live_positions
 from kvboost.run import decode
-from kvboost.run.packed_step import Extension, Segment, extend
+from kvboost.run.packed_step import Extension, Segment, SequenceKV, extend
 from kvboost.run.sampling import SequenceSampler
 from kvboost.store.inserter import StoreReport
+
+_NO_POSITIONS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass
@@ -85,8 +89,8 @@ class Scheduler:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arena."""
-        return self._memory.arena.nbytes
+        """Memory of the arenas."""
+        return self._memory.nbytes
 
     # --- join --------------------------------------------------------------------------------
 
@@ -141,29 +145,30 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence) -> None:
         """Give a sequence its slots, and place what is stored of its prompt."""
-        self._memory.enter(sequence)
-        try:
-            sequence.plan = self._place(sequence)
-        except BaseException:
-            self._memory.cancel(sequence)
-            raise
-        sequence.stored_tokens = min(sequence.plan.prefix_end, sequence.limit)
-        self._memory.add_lane(sequence)
+        has_entered = False
 
-    def _place(self, sequence: Sequence) -> ReusePlan:
-        """Copy what is stored of a sequence's prompt into the nodes that are its own."""
-        own = sequence.own_nodes
-
-        def parts(plans: list[ReusePlan]) -> list[PrefixPart]:
-            found = []
-            for node in own:
-                segment = node.segment
-                segment.length = min(max(0, plans[0].prefix_end - segment.position), segment.capacity)
-                found.append(PrefixPart.of(plans[0], segment.position, segment.end, segment.start))
-            return found
+        def parts(plans: list[ReusePlan]) -> list[PlanPart]:
+            nonlocal has_entered
+            if has_entered:  # a chunk could not be loaded, and this is another plan
+                self._memory.cancel(sequence)
+                has_entered = False
+            self._memory.enter(sequence, plans[0].first_approximate)
+            has_entered = True
+            return _parts_for(sequence, plans[0])
 
         planned = partial(self._context.planned, sequence.request)
-        return self._context.loader.place_sequences([planned], parts, self._memory.arena)[0]
+        try:
+            (plan,) = self._context.loader.place_sequences([planned], parts, self._memory.arena)
+        except BaseException:
+            if has_entered:
+                self._memory.cancel(sequence)
+            raise
+        sequence.plan = plan
+        sequence.stored_tokens = min(plan.prefix_end, sequence.limit)
+        sequence.awaits_choice = plan.needs_repair
+        if not plan.needs_repair:
+            sequence.set_missing(live_positions(plan.runs, sequence.limit))
+        self._memory.add_lane(sequence)
 
     def _check_model(self) -> None:
         """Where the model is another one than at the last step, take all sequences out of the arena."""
@@ -195,6 +200,7 @@ class Scheduler:
 
     def _step_batch(self) -> None:
         """One step of the sequences in the arena: prefill and decode in one forward."""
+        self._choose_repair()
         started = time.perf_counter()
         in_arena = self._memory.sequences
         decoding = sum(sequence.is_decoding for sequence in in_arena)
@@ -215,6 +221,44 @@ class Scheduler:
             self._store_prompt(sequence)
             if not sequence.answers and sequence.unfilled is None:
                 self.leave(sequence)
+
+    def _choose_repair(self) -> None:
+        """Choose which reused tokens are computed again, for the first sequence that waits for that.
+
+        One at a time: a strategy may run the model, and the others wait for it.
+        """
+        for sequence in self._memory.sequences:
+            node = sequence.unfilled
+            if sequence.awaits_choice and node is not None and node.is_private:
+                try:
+                    self._choose(sequence)
+                except Exception as error:  # a strategy of the caller's own, or OOM: the others go on
+                    self._drop(sequence)
+                    sequence.listener.failed(error)
+                return
+
+    def _choose(self, sequence: Sequence) -> None:
+        """Choose in a copy of the sequence's KV, in which its positions are slots, as strategies want it."""
+        plan, limit = sequence.plan, sequence.limit
+        runs, ids = plan.repair_runs, sequence.request.token_ids
+        strategy = plan.strategy
+        staged, kv = self._memory.staged(len(ids)), SequenceKV(self._memory.arena, sequence.node.segment)
+        sequence.set_missing(_NO_POSITIONS)
+        for run in runs:
+            staged.place(kv.between(run.start, run.end), run.start)
+        for start, end in plan.gaps:
+            staged.clear(start, end)  # masked, but a mask does not stop the NaN of an earlier request
+        staged.set_length(plan.contiguous_end)
+        with decode.running(self._context.model, fast=True, was_read=True):
+            chosen = strategy.choose(self._context.model, ids, staged, runs)
+        if strategy.rewrites_all:
+            for node in sequence.private_nodes:
+                first = node.segment.position
+                self._memory.arena.place(staged.between(first, node.end), node.segment.start)
+        sequence.recomputed = chosen[chosen < limit]
+        todo = np.union1d(live_positions(runs, limit), sequence.recomputed)
+        sequence.set_missing(todo[todo >= sequence.exact_tokens])
+        sequence.awaits_choice = False
 
     def _deliver(self, sequence: Sequence, error: Exception | None) -> None:
         """Hand out a sequence's new token, its result, or why there is none."""
@@ -292,12 +336,14 @@ class Scheduler:
             reused=cached_tokens,
             total=total,
             reason=sequence.plan.reason if sequence.stock is None else sequence.stock.reason,
+            approximate=sequence.stock is None and sequence.exact_tokens < total,
+            recomputed=len(sequence.recomputed) if sequence.stock is None else 0,
             prefill_seconds=(total - cached_tokens) * token_s if token_s else None,
         )
 
     def _store_prompt(self, sequence: Sequence) -> None:
         """Store what is new of a sequence's prompt, piece by piece, so that no step has much to store."""
-        filled = min(sequence.filled_tokens, sequence.limit)
+        filled = min(sequence.filled_tokens, sequence.limit, sequence.exact_tokens)
         chunk = self._context.manager.chunk_size
         if filled - sequence.stored_tokens >= chunk:
             sequence.stored_tokens = filled
@@ -312,17 +358,21 @@ class Scheduler:
             if sequence.lane.end != len(ids):
                 return self._context.writer.refuse(LENGTH_REASON)
             report = self._keep(sequence, ids, sequence.lane)
-        else:
-            report = self._keep(sequence, token_ids[: sequence.filled_tokens], sequence.node.segment)
+        else:  # nothing of a repair that is not done
+            filled = min(sequence.filled_tokens, sequence.exact_tokens)
+            report = self._keep(sequence, token_ids[:filled], sequence.node.segment)
         self._context.loader.save_soon()
         return report
 
     def _keep(self, sequence: Sequence, token_ids: np.ndarray, last: Segment) -> StoreReport:
         if not len(token_ids):
             return StoreReport()
-        self._context.loader.make_way(len(token_ids) - sequence.plan.prefix_end)
-        between = partial(last.between, self._memory.arena)
-        return self._context.writer.keep_from(token_ids, between, sequence.request.namespace)
+        plan, namespace, writer = sequence.plan, sequence.request.namespace, self._context.writer
+        kv = SequenceKV(self._memory.arena, last)
+        self._context.loader.make_way(len(token_ids) - plan.reused)
+        if len(token_ids) <= sequence.exact_tokens or sequence.exact_tokens == plan.total:
+            return writer.keep(token_ids, kv, namespace)
+        return writer.keep_approximate(token_ids, kv, namespace, plan, sequence.recomputed)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, and free its slots."""
@@ -344,6 +394,20 @@ class Scheduler:
     def clear(self) -> None:
         """Forget the text that lies in the arena; sequences in the batch go on."""
         self._memory.radix_tree.clear()
+
+
+def _parts_for(sequence: Sequence, plan: ReusePlan) -> list[PlanPart]:
+    """What `plan` has for the nodes that were made for a sequence, which count it as there from now on."""
+    found = []
+    for node in sequence.own_nodes:
+        segment = node.segment
+        if node.is_private:
+            segment.length, segment.missing = segment.capacity, np.arange(segment.capacity)
+            found.append(PlanPart.behind_prefix(plan, segment.position, node.end, segment.start))
+        else:
+            segment.length = min(max(0, plan.prefix_end - segment.position), segment.capacity)
+            found.append(PlanPart.exact(plan, segment.position, segment.end, segment.start))
+    return found
 
 
 def _next_token(sequence: Sequence) -> tuple[Extension, Sequence]:

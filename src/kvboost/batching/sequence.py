@@ -48,7 +48,8 @@ def prefill_tokens(request: Request, *, answers: bool) -> int:
 class Sequence:
     """A request in the running batch. With `answers=False` only its prompt is computed.
 
-    Its KV lies in the nodes of the radix tree up to `node`, then in `spilled`, then in its `lane`.
+    Its KV lies in the nodes of the radix tree up to `node`, then in `spilled`, then in its `lane`. From the
+    first text that has moved on, the nodes are private, and hold what is reused from the start.
     """
 
     def __init__(self, request: Request, listener: Listener, *, answers: bool, tenant: str = "") -> None:
@@ -63,6 +64,8 @@ class Sequence:
         self.plan: ReusePlan
         self.in_place = 0  # tokens that lay or were being computed in the arena before it came
         self.computed_from = len(request.token_ids)  # the first position that went through the model for it
+        self.awaits_choice = False  # which of the reused tokens are computed again is still to be chosen
+        self.recomputed = np.zeros(0, dtype=np.int64)  # their positions `[n]`
         self.sampler: SequenceSampler
         self.stored_tokens = 0  # of its prompt
         self.stock: StockDecoder | None = None  # set where it runs outside the arena
@@ -91,6 +94,23 @@ class Sequence:
         return [node for node in self.node.path if node.segment.position >= self.in_place]
 
     @property
+    def private_nodes(self) -> list[Node]:
+        """Those that no other sequence can find."""
+        return [node for node in self.node.path if node.is_private]
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many of its first prompt tokens have exact KV, computed or not."""
+        return self.plan.first_approximate
+
+    def set_missing(self, positions: np.ndarray) -> None:
+        """Have the sorted `positions` `[n]` of its private nodes computed, and no others."""
+        for node in self.private_nodes:
+            start = node.segment.position
+            inside = (positions >= start) & (positions < start + node.segment.capacity)
+            node.segment.missing = positions[inside] - start
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """All segments before its lane."""
         return (*(node.segment for node in self.node.path), *self.spilled)
@@ -101,19 +121,20 @@ class Sequence:
         if self.stock is not None:
             return (Span(0, len(self.request.prompt), Origin.LIVE, self.stock.reason),)
         plan = self.plan
+        planned = plan.spans(self.recomputed)
         if self.in_place <= plan.prefix_end <= self.computed_from:
-            return plan.spans()
+            return planned
         end = min(max(plan.prefix_end, self.in_place), self.computed_from)
         spans = [
             replace(span, end=min(span.end, end))
-            for span in plan.spans()
+            for span in planned
             if span.origin is not Origin.LIVE and span.start < end
         ]
         if plan.prefix_end < end:
             spans.append(Span(plan.prefix_end, end, Origin.EXACT, SHARED_REASON))
-        if end < plan.total:
-            spans.append(Span(end, plan.total, Origin.LIVE, plan.reason or LEFT_REASON))
-        return tuple(spans)
+        if end < self.exact_tokens:
+            spans.append(Span(end, self.exact_tokens, Origin.LIVE, plan.reason or LEFT_REASON))
+        return (*spans, *(span for span in planned if span.start >= self.exact_tokens))
 
 
 class StockDecoder:

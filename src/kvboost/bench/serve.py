@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,16 @@ from transformers import AutoTokenizer
 
 from kvboost.bench.record import machine_record
 from kvboost.bench.serve_load import Arrival, ServeSettings, Workload, send
-from kvboost.bench.serve_numbers import compare_texts, long_summary, summary, targets, why_unanswered
+from kvboost.bench.serve_numbers import (
+    LEAST_OVER,
+    compare_texts,
+    differences,
+    least_over_rag,
+    long_summary,
+    summary,
+    targets,
+    why_unanswered,
+)
 from kvboost.bench.serve_servers import (
     HTTP_PEER,
     KVBOOST,
@@ -31,11 +41,12 @@ from kvboost.bench.serve_servers import (
     reason_not_there,
 )
 from kvboost.bench.server_process import ServerFailedError, ServerProcess
-from kvboost.bench.stream_client import Address, Reply
+from kvboost.bench.stream_client import Address, Reply, ask
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
 _START_S = 180.0
+RAG_FIELDS = {"mode": "chunk_kv_reuse", "logprobs": 2}  # the log-probabilities show where answers part
 _LONG_NEW_TOKENS = 8
 _STEADY_SEED = 1_000
 _WARM_UP = ("The first request pays for", "fresh memory, and so does", "the first batch of several.")
@@ -53,8 +64,9 @@ def run(
     rounds = asyncio.run(bench.run())
     servers = {name: summary(rounds[name]) for name in settings.contestants if rounds[name]}
     compare_texts(servers, rounds)
+    least = least_over_rag(settings.new_tokens) if settings.documents else LEAST_OVER
     return {
-        "benchmark": "serve",
+        "benchmark": f"serve-rag-{settings.new_tokens}" if settings.documents else "serve",
         "model": model,
         "dtype": "float32",
         "machine": machine,
@@ -65,7 +77,8 @@ def run(
         },
         "unavailable": bench.unavailable,
         "long_prompt": bench.long_prompt,
-        "targets": targets(servers, bench.long_prompt),
+        "targets": targets(servers, bench.long_prompt, least),
+        **({"differences": differences(rounds)} if settings.documents else {}),
     }
 
 
@@ -88,19 +101,18 @@ class _Bench:
         settings = self._settings
         found: dict[str, list[list[Reply]]] = {name: [] for name in settings.contestants}
         order = [name for name in settings.contestants if self._is_there(name)]
+        shape = (settings.requests, settings.rate, settings.new_tokens)
         for number in range(settings.rounds):
-            load = self._workload.load(
-                self._workload.beginnings(number),
-                settings.requests,
-                settings.rate,
-                settings.new_tokens,
-                seed=number,
-            )
+            documents = self._workload.documents(number)
+            if documents:
+                load = self._workload.rag_load(documents, *shape, seed=number)
+            else:
+                load = self._workload.load(self._workload.beginnings(number), *shape, seed=number)
             first = number % len(order) if order else 0
             for name in order[first:] + order[:first]:
                 self._step(f"round {number + 1} of {settings.rounds}: {LABELS[name].strip()}")
                 with self._dropping(name):
-                    found[name].append(await self._measure(self._there[name], load))
+                    found[name].append(await self._measure(self._there[name], load, documents))
         if settings.long_tokens and KVBOOST in order:
             with self._dropping(KVBOOST):
                 await self._measure_long(self._there[KVBOOST])
@@ -112,10 +124,24 @@ class _Bench:
         self._drop(name, reason_not_there(self._peer) or "it is no server: run make peers")
         return False
 
-    async def _measure(self, contestant: Contestant, load: Sequence[Arrival]) -> list[Reply]:
-        """A fresh server under one load."""
+    async def _measure(
+        self, contestant: Contestant, load: Sequence[Arrival], documents: Sequence[str]
+    ) -> list[Reply]:
+        """A fresh server that has read the documents, under one load."""
         async with self._started(contestant) as address:
-            return await send(address, contestant.model, load, self._settings.deadline_s)
+            await self._warm(address, documents)
+            return await self._send(address, contestant, load)
+
+    async def _send(self, address: Address, contestant: Contestant, load: Sequence[Arrival]) -> list[Reply]:
+        fields = RAG_FIELDS if self._settings.documents else None
+        return await send(address, contestant.model, load, self._settings.deadline_s, fields)
+
+    @staticmethod
+    async def _warm(address: Address, documents: Sequence[str]) -> None:
+        for document in documents:
+            reply = await ask(address, "/v1/cache/warm", {"prompt": document})
+            if reply.status != 200:
+                raise ServerFailedError(f"a document was not read: {why_unanswered(reply)}")
 
     async def _measure_long(self, contestant: Contestant) -> None:
         """The same steady load twice, the second time with a long prompt in the middle.
@@ -128,15 +154,24 @@ class _Bench:
             self._step("a steady load")
             beginnings = workload.beginnings(_STEADY_SEED)
             first = [Arrival(0.0, workload.text(beginning), 1) for beginning in beginnings]
-            await send(address, contestant.model, first, settings.deadline_s)
+            await self._send(address, contestant, first)
             load = workload.load(beginnings, *shape, seed=_STEADY_SEED)
-            without = await send(address, contestant.model, load, settings.deadline_s)
+            without = await self._send(address, contestant, load)
             self._step("the same with a long prompt")
             load = workload.load(beginnings, *shape, seed=_STEADY_SEED)
             at_s = load[len(load) // 4].at_s
-            long = Arrival(at_s, workload.long(settings.long_tokens), _LONG_NEW_TOKENS)
-            both = await send(address, contestant.model, [*load, long], settings.deadline_s)
+            long = Arrival(at_s, await self._long_prompt(address), _LONG_NEW_TOKENS)
+            both = await self._send(address, contestant, [*load, long])
         self.long_prompt = long_summary(without, both[:-1], both[-1])
+
+    async def _long_prompt(self, address: Address) -> str:
+        """A text that is new, or documents that the server has read, in another order."""
+        settings, workload = self._settings, self._workload
+        if not settings.documents:
+            return workload.long(settings.long_tokens)
+        documents = workload.documents(_STEADY_SEED, settings.long_tokens)
+        await self._warm(address, documents)
+        return workload.reordered(documents, random.Random(settings.seed))
 
     @contextlib.asynccontextmanager
     async def _started(self, contestant: Contestant) -> AsyncIterator[Address]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class ServeSettings:
     prefixes: int = 4
     prefix_tokens: tuple[int, int] = (600, 1_000)
     tail_tokens: tuple[int, int] = (20, 60)
+    documents: int = 0  # in every prompt, each time in another order; then nothing else is shared
+    document_tokens: tuple[int, int] = (300, 500)
     new_tokens: int = 48
     rounds: int = 1
     contestants: tuple[str, ...] = tuple(LABELS)
@@ -80,6 +82,31 @@ class Workload:
             at_s += draw.expovariate(rate)
         return arrivals
 
+    def documents(self, seed: int, tokens: int = 0) -> list[str]:
+        """New ones: as many as every prompt has, or as many as `tokens` tokens take."""
+        draw = random.Random(self._settings.seed + seed)
+        bounds = self._settings.document_tokens
+        count = -(-tokens // bounds[1]) if tokens else self._settings.documents
+        lengths = [bounds[1] if tokens else draw.randint(*bounds) for _ in range(count)]
+        return [self.text(self._text.fresh(length)).strip() for length in lengths]
+
+    def rag_load(
+        self, documents: Sequence[str], requests: int, rate: float, new_tokens: int, seed: int
+    ) -> list[Arrival]:
+        """Poisson arrivals; each has all documents in an order of its own, and a question of its own."""
+        draw = random.Random(self._settings.seed + seed)
+        arrivals = []
+        at_s = 0.0
+        for _ in range(requests):
+            arrivals.append(Arrival(at_s, self.reordered(documents, draw), new_tokens))
+            at_s += draw.expovariate(rate)
+        return arrivals
+
+    def reordered(self, documents: Sequence[str], draw: random.Random) -> str:
+        """The documents in a random order, and a question."""
+        question = self.text(self._text.fresh(draw.randint(*self._settings.tail_tokens)))
+        return "\n\n".join([*draw.sample(documents, len(documents)), question.strip()])
+
     def long(self, tokens: int) -> str:
         """A long text that shares nothing with others."""
         return self.text(self._text.fresh(tokens))
@@ -88,8 +115,17 @@ class Workload:
         return str(self._tokenizer.decode(token_ids))
 
 
-async def send(address: Address, model: str, load: Sequence[Arrival], deadline_s: float) -> list[Reply]:
-    """Send every request when it is due, whatever became of those before; replies in the same order."""
+async def send(
+    address: Address,
+    model: str,
+    load: Sequence[Arrival],
+    deadline_s: float,
+    fields: Mapping[str, Any] | None = None,
+) -> list[Reply]:
+    """Send every request when it is due, whatever became of those before; replies in the same order.
+
+    `fields` are further ones of every request.
+    """
     started = time.perf_counter()
 
     async def one(arrival: Arrival) -> Reply:
@@ -102,6 +138,7 @@ async def send(address: Address, model: str, load: Sequence[Arrival], deadline_s
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **(fields or {}),
         }
         left_s = started + deadline_s - time.perf_counter()
         try:

@@ -6,7 +6,7 @@ Knows replies, neither servers nor prompts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvboost.bench.serve_servers import ALONE, KVBOOST, PAGED, PLAIN
@@ -14,6 +14,7 @@ from kvboost.bench.server_process import ServerFailedError
 from kvboost.bench.stream_client import Reply
 
 LEAST_OVER = {ALONE: 2.0, PAGED: 2.0, PLAIN: 4.0}
+LEAST_OVER_RAG = ((128, 2.5), (48, 1.8))  # answers of at least so many tokens, one by one in so much less
 MAX_GAP_RATIO = 4.0
 
 
@@ -71,10 +72,12 @@ def long_summary(without: Sequence[Reply], beside: Sequence[Reply], long: Reply)
     }
 
 
-def targets(servers: dict[str, dict[str, Any]], long: dict[str, Any] | None) -> list[dict[str, Any]]:
+def targets(
+    servers: dict[str, dict[str, Any]], long: dict[str, Any] | None, least_over: Mapping[str, float]
+) -> list[dict[str, Any]]:
     """What was to be reached, what was, and whether that is enough; only what was measured."""
     found = []
-    for name, least in LEAST_OVER.items():
+    for name, least in least_over.items():
         if KVBOOST in servers and name in servers and servers[name]["tokens_per_s"]:
             value = servers[KVBOOST]["tokens_per_s"] / servers[name]["tokens_per_s"]
             label = f"tokens/s: kvboost / {name}"
@@ -113,6 +116,27 @@ def compare_texts(servers: dict[str, dict[str, Any]], rounds: dict[str, list[lis
         ]
         found["same_text_as_no_batching"] = sum(ours == theirs for ours, theirs in pairs)
         found["compared"] = len(pairs)
+
+
+def least_over_rag(new_tokens: int) -> dict[str, float]:
+    """How much more than one by one is asked for, where documents are reordered."""
+    return {ALONE: next((least for tokens, least in LEAST_OVER_RAG if new_tokens >= tokens), 1.0)}
+
+
+def differences(rounds: dict[str, list[list[Reply]]]) -> list[dict[str, Any]]:
+    """Where answers of the running batch leave those that came one by one, and by how much."""
+    found = []
+    for ours, theirs in zip(rounds.get(KVBOOST, []), rounds.get(ALONE, []), strict=False):
+        for number, (reply, other) in enumerate(zip(ours, theirs, strict=True)):
+            pairs = zip(reply.tokens, other.tokens, strict=False)
+            at = next((at for at, (one, two) in enumerate(pairs) if one[0] != two[0]), None)
+            if at is None:
+                continue
+            (token, _), (expected, likeliest) = reply.tokens[at], other.tokens[at]
+            margin = likeliest[expected] - likeliest[token] if token in likeliest else None
+            told = {"request": number, "at": at, "token": token, "one_by_one": expected}
+            found.append({**told, "margin_nats": None if margin is None else round(margin, 4)})
+    return found
 
 
 def _middle(values: Sequence[float], digits: int = 2) -> float:

@@ -44,6 +44,9 @@ class Reply:
     text: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
+    tokens: list[tuple[str, dict[str, float]]] = field(
+        default_factory=list
+    )  # with the likeliest, if asked for
     body: bytes = b""  # of an answer that was not streamed
     error: str | None = None
 
@@ -188,4 +191,6 @@ def _read_event(data: bytes, now: float, reply: Reply) -> None:
         if text:
             reply.text += text
             reply.token_times.append(now)
+        if scores := choice.get("logprobs"):
+            reply.tokens += zip(scores["tokens"], scores["top_logprobs"], strict=True)
         reply.finish_reason = choice.get("finish_reason") or reply.finish_reason

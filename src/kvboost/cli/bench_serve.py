@@ -46,6 +46,17 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
 @click.option(
     "--tail-tokens", default="20-60", show_default=True, callback=_range, help="New behind it, per request."
 )
+@click.option(
+    "--documents",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="RAG traffic: so many documents that the server has read, in another order in every prompt, with "
+    "approximate reuse. Only kvboost's two servers take part.",
+)
+@click.option(
+    "--document-tokens", default="300-500", show_default=True, callback=_range, help="Length of each."
+)
 @click.option("--new-tokens", type=_COUNT, default=48, show_default=True, help="Longest answer.")
 @click.option("--rounds", type=_COUNT, default=1, show_default=True, help="Fresh servers and text in each.")
 @click.option(
@@ -117,13 +128,17 @@ def serve(
     \b
     make peers && kvboost bench serve --out results
     kvboost bench serve --only kvboost --only no_batching --requests 16
+    kvboost bench serve --documents 6 --requests 24
     """
     from kvboost.bench.serve import run
     from kvboost.bench.serve_load import ServeSettings
-    from kvboost.bench.serve_servers import LABELS
+    from kvboost.bench.serve_servers import ALONE, KVBOOST, LABELS
 
+    possible = (KVBOOST, ALONE) if options["documents"] else tuple(LABELS)
+    if unfit := [name for name in contestants if name not in possible]:
+        raise click.UsageError(f"--documents is for {KVBOOST} and {ALONE}; leave out --only {unfit[0]}")
     settings = ServeSettings(
-        contestants=tuple(name for name in LABELS if not contestants or name in contestants),
+        contestants=tuple(name for name in possible if not contestants or name in contestants),
         serve_flags=tuple(shlex.split(serve_flags)),
         deadline_s=deadline,
         **options,
@@ -131,7 +146,7 @@ def serve(
     prepare(out)
     with bar() as report:
         record = run(model, settings, peers_dir.resolve(), report)
-    parts = [title(record), servers_table(record), *long_parts(record), notes(record)]
+    parts = [title(record), servers_table(record), *rag_parts(record), *long_parts(record), notes(record)]
     show(record, [] if as_json else parts, out)
 
 
@@ -163,6 +178,23 @@ def servers_table(record: dict[str, Any]) -> Table:
 
 def _times(found: dict[str, float] | None, names: tuple[str, ...], unit: float, form: str) -> str:
     return "-" if found is None else " / ".join(format(found[name] / unit, form) for name in names)
+
+
+def rag_parts(record: dict[str, Any]) -> list[str]:
+    """How many answers are those that came one by one, and where the others part."""
+    ours = record["servers"].get("kvboost")
+    if "differences" not in record or ours is None or not ours["compared"]:
+        return []
+    lines = [
+        f"{ours['same_text_as_no_batching']} of {ours['compared']} answers are those that came one by one."
+    ]
+    for each in record["differences"]:
+        close = "" if each["margin_nats"] is None else f", which was {each['margin_nats']:.3f} nats likelier"
+        lines.append(
+            f"  request {each['request']} parts at token {each['at']}: {each['token']!r} instead of "
+            f"{each['one_by_one']!r}{close}"
+        )
+    return ["\n".join(lines)]
 
 
 def long_parts(record: dict[str, Any]) -> list[Table | str]:

@@ -75,11 +75,9 @@ class AloneRunner:
         """
         if not plan.needs_repair:
             return np.zeros(0, dtype=np.int64)
-        model, strategy = self._parts.model, self._parts.approximation.strategy(plan)
+        model, end = self._parts.model, len(request.prompt) - 1
         with decode.running(model, fast=True, was_read=True):
-            return repair.complete(
-                model, request.token_ids, arena, plan.repair_runs, strategy, end=len(request.prompt) - 1
-            )
+            return repair.complete(model, request.token_ids, arena, plan.repair_runs, plan.strategy, end)
 
     def _run(self, request: Request, arena: Arena) -> Decoded:
         """Prefill what is missing and decode."""
@@ -191,10 +189,7 @@ class AloneRunner:
         if exact == len(ids):
             report = parts.writer.keep(ids, arena, request.namespace)
         else:
-            changed = recomputed
-            if plan.needs_repair and parts.approximation.strategy(plan).rewrites_all:
-                changed = repair.positions_of(plan.repair_runs, exact=False)
-            report = parts.writer.keep_approximate(ids, arena, request.namespace, plan, changed)
+            report = parts.writer.keep_approximate(ids, arena, request.namespace, plan, recomputed)
         if not report.is_refused:
             parts.workspace.give_back(arena, request.namespace.key, ids, exact)
             parts.loader.save_soon()

@@ -7,14 +7,14 @@ calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvboost.batching import workload
-from kvboost.batching.fixed_batch import BatchRunner
+from kvboost.batching.fixed_batch import BatchRunner, Outcome
 from kvboost.batching.scheduler import Scheduler
 from kvboost.batching.workload import Workload
-from kvboost.choices import AssemblyMode, GenerationMode, Origin, choice
+from kvboost.choices import GenerationMode, Origin
 from kvboost.executor.alone import AloneRunner
 from kvboost.executor.own_loop import OwnLoop
 from kvboost.executor.parts import EngineParts
@@ -47,7 +47,7 @@ class EngineCore:
             parts.fit.begin,
             self.alone.serve,
             self.batches.generate,
-            parts.why_alone,
+            self._why_not_together,
             min_sequences=2,
         )
         self.scoring: Workload[ScoreRequest, ScoreResult] = Workload(
@@ -55,24 +55,40 @@ class EngineCore:
             parts.fit.begin,
             self.alone.score,
             self.batches.score,
-            parts.why_alone,
+            self._why_not_together,
             min_sequences=1,
         )
+
+    def _why_not_together(self, request: Request) -> str:
+        """Why a request cannot run in a batch that begins and ends as one; there, nothing is repaired."""
+        if request.mode is GenerationMode.CHUNK_KV_REUSE:
+            return f"mode {request.mode.value}"
+        return self.parts.why_alone(request)
 
     def read(self, prompt: Prompt, arguments: Arguments) -> Request:
         """Check one request without running it."""
         started = time.perf_counter()
+        self.parts.approximation.repair(*arguments.repair)  # or why that cannot be had
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
         return self.parts.requests.read(prompt, arguments, namespace, started)
 
-    def read_all(
-        self, prompts: Sequence[Prompt], arguments: Arguments, max_batch_tokens: int | None
-    ) -> list[Request]:
-        """Check requests that have the same arguments."""
+    def outcomes(
+        self,
+        prompts: Sequence[Prompt],
+        arguments: Arguments,
+        max_batch_tokens: int | None,
+        *,
+        unshared_alone: bool,
+    ) -> Iterator[Outcome[GenerationResult]]:
+        """Check requests that have the same arguments, now, and answer them as they are taken."""
         started = time.perf_counter()
         workload.check_batch_tokens(max_batch_tokens)
+        self.parts.approximation.repair(*arguments.repair)
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
-        return self.parts.requests.read_all(prompts, arguments, namespace, started)
+        requests = self.parts.requests.read_all(prompts, arguments, namespace, started)
+        return self.workload.outcomes(
+            requests, unshared_alone=unshared_alone, max_batch_tokens=max_batch_tokens
+        )
 
     def read_scores(
         self,
@@ -101,28 +117,16 @@ class EngineCore:
             max_tokens = min(_RUNNING_BATCH_TOKENS, workload.default_batch_tokens(parts.layout))
         return Scheduler(parts, max_sequences=max_sequences, max_tokens=max_tokens)
 
-    def explain(
-        self, prompt: Prompt, max_new_tokens: int, mode: GenerationMode | str, cache_salt: str | None
-    ) -> Explanation:
+    def explain(self, prompt: Prompt, arguments: Arguments) -> Explanation:
         """What would be reused of `prompt`, and why the rest would not."""
         parts = self.parts
-        checked_mode = choice(GenerationMode, "mode", mode)
-        salt = parts.salt(cache_salt)
-        ids = parts.reader.read(prompt, salt).token_ids
-        namespace = parts.fit.namespace(salt)
-        gated = namespace.gated or parts.why_gated(len(ids) + max_new_tokens)
-        if gated or checked_mode is GenerationMode.BASELINE:
-            spans = (Span(0, len(ids), Origin.LIVE, gated or "baseline"),)
+        request = self.read(prompt, arguments)
+        parts.fit.begin([request])
+        ids = request.token_ids
+        why = parts.why_plain(request) or ("baseline" if request.mode is GenerationMode.BASELINE else "")
+        if why:
+            spans = (Span(0, len(ids), Origin.LIVE, why),)
             return explain_spans(spans, ids.tolist(), parts.tokenizer.decode, lambda _key: None, None)
-        with_content = checked_mode is GenerationMode.CHUNK_KV_REUSE
-        refusal = parts.approximation.refusal(len(ids)) if with_content else ""
-        plan = parts.assembler.plan(
-            ids,
-            namespace,
-            limit=len(ids) - 1,
-            mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
-            estimate=parts.approximation.estimate,
-            refusal=refusal,
-        )
-        note = refusal or (parts.approximation.choice(plan) if with_content else "")
+        plan = parts.plan(request)
+        note = plan.refusal or (plan.repair.choice(plan) if plan.repair is not None else "")
         return explain_plan(plan, ids.tolist(), parts.tokenizer.decode, note)

@@ -120,7 +120,8 @@ class ModelFit:
         """Read the model's state as these requests begin: their KV belongs to it."""
         state = self.watch.read()
         for request in requests:
-            request.namespace = self._namespace_of(state, request.namespace.salt)
+            found = self._namespace_of(state, request.namespace.salt)
+            request.namespace = dataclasses.replace(found, repaired=request.repaired)
 
     def is_current(self, namespace: Namespace) -> bool:
         """Whether the model has not changed since `namespace` was read."""

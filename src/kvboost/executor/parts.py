@@ -138,23 +138,29 @@ class EngineParts:
 
     def why_alone(self, request: Request) -> str:
         """Why a request cannot be batched with others; empty if it can."""
-        if request.mode is not GenerationMode.PREFIX_CACHE:
+        if request.mode is GenerationMode.BASELINE:
             return f"mode {request.mode.value}"
         if self.bit_exact or self.settings.overlap_k:
             return "bit-exact mode" if self.bit_exact else "overlap encoding"
         return self.why_plain(request) or self.fit.why_not_packed or sampling.why_alone(request.options)
 
     def planned(self, request: Request) -> AbstractContextManager[ReusePlan]:
-        """What the cache holds of the prompt, as far as the request's mode allows."""
-        with_content = request.mode is GenerationMode.CHUNK_KV_REUSE
-        return self.assembler.planned(
-            request.token_ids,
-            request.namespace,
-            limit=request.limit,
-            mode=AssemblyMode.CHUNK_REUSE if with_content else AssemblyMode.PREFIX_ONLY,
-            estimate=self.approximation.estimate,
-            refusal=self.approximation.refusal(len(request.prompt)) if with_content else "",
-        )
+        """What the cache holds of the prompt, as far as the request's mode allows, kept there meanwhile."""
+        what = request.token_ids, request.namespace, request.limit
+        return self.assembler.planned(*what, **self._planning(request))
+
+    def plan(self, request: Request) -> ReusePlan:
+        """The same, to look at: nothing is kept for it."""
+        what = request.token_ids, request.namespace, request.limit
+        return self.assembler.plan(*what, **self._planning(request))
+
+    def _planning(self, request: Request) -> dict[str, Any]:
+        """What a request's mode asks of its plan."""
+        repair = self.approximation.repair(*request.repair)
+        if request.mode is not GenerationMode.CHUNK_KV_REUSE:
+            return {"mode": AssemblyMode.PREFIX_ONLY, "repair": repair}
+        refusal = self.approximation.refusal(len(request.prompt), repair)
+        return {"mode": AssemblyMode.CHUNK_REUSE, "repair": repair, "refusal": refusal}
 
     # --- changes -----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvboost.identity.model_state import ModelState, ModelWatch, watch_of
@@ -26,7 +26,8 @@ class Namespace:
 
     Beside its exact chains a namespace has others, each under a root of its own, whose `base` is the key of
     the namespace: they are found by content or as approximate, never as an exact prefix. `gated` says why
-    nothing may be read or stored in the model's present state.
+    nothing may be read or stored in the model's present state. `repaired` tells approximate chains apart that
+    were repaired otherwise than the engine's options say.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Namespace:
     salt: str
     base: str = ""
     gated: str = ""
+    repaired: str = field(default="", compare=False)
 
     @property
     def content_key(self) -> str:
@@ -50,7 +52,7 @@ class Namespace:
 
     def approximate(self) -> Namespace:
         """The root of the approximate chains: whole prompts put together from parts and repaired."""
-        return self._beside("approximate")
+        return self._beside(f"approximate {self.repaired}".rstrip())
 
     def _beside(self, what: str) -> Namespace:
         key = hashlib.sha256(f"{self.content_key}\0{what}".encode()).hexdigest()

@@ -22,6 +22,7 @@ from kvboost.kernels.partial import merge, partial_attention
 from kvboost.kernels.scope import AttentionCall, model_attention
 
 _WINDOW_QUERIES = 512  # per mask of a sliding window
+_PICKED_QUERIES = 64  # per mask, where tokens lie between others
 
 
 class Stretch(NamedTuple):
@@ -36,18 +37,26 @@ class Stretch(NamedTuple):
 class Feed:
     """`tokens` new tokens of one sequence: the last ones of `own`, or all of it, behind all of `before`.
 
-    From the start of `own` on, `room` slots may be read under a mask; 0: no more than its length.
+    With `picks` `[tokens]` they are those of these indices in `own`, sorted, among tokens whose KV is there;
+    from the last of them on `own` is not read. From the start of `own` on, `room` slots may be read under a
+    mask; 0: no more than its length.
     """
 
     own: Stretch
     tokens: int
     before: tuple[Stretch, ...] = ()
     room: int = 0
+    picks: np.ndarray | None = None
 
     @property
     def first(self) -> int:
         """Index within `own` of the first new token."""
         return self.own.length - self.tokens
+
+    @property
+    def indices(self) -> np.ndarray:
+        """Where in `own` its new tokens are, `[tokens]`."""
+        return np.arange(self.first, self.own.length, dtype=np.int64) if self.picks is None else self.picks
 
 
 class _SharedKeys(NamedTuple):
@@ -106,10 +115,7 @@ class PackedAttention:
 
     def _of_each(self, base: Callable[[Stretch], int]) -> np.ndarray:
         """Per new token, its index in its sequence's own stretch, plus `base` of that stretch."""
-        parts = [
-            np.arange(feed.first, feed.own.length, dtype=np.int64) + base(feed.own) for feed in self.feeds
-        ]
-        return np.concatenate(parts)
+        return np.concatenate([feed.indices + base(feed.own) for feed in self.feeds])
 
     def _shared_keys(self) -> Iterator[_SharedKeys]:
         """Shared stretches, each with a range of adjacent queries that see it."""
@@ -124,7 +130,7 @@ class PackedAttention:
     @cached_property
     def _lanes(self) -> tuple[_Lanes, ...]:
         """Feeds of one token each, gathered where their KV allows it; the queries may lie anywhere."""
-        single = [index for index, feed in enumerate(self.feeds) if feed.tokens == 1]
+        single = [index for index, feed in enumerate(self.feeds) if feed.tokens == 1 and feed.picks is None]
         parts: list[_Lanes] = []
         for index in sorted(single, key=lambda index: self.feeds[index].own.start):
             query, feed = self._starts[index], self.feeds[index]
@@ -157,7 +163,9 @@ class PackedAttention:
         if not call.is_plain:
             return self._one_by_one(call, layer)
         for index, feed in enumerate(self.feeds):
-            if feed.tokens > 1:
+            if feed.picks is not None:
+                self._attend_picks(index, feed.own, feed.picks, layer)
+            elif feed.tokens > 1:
                 self._attend_own(index, layer)
         for lanes, queries in zip(self._lanes, self._lane_queries, strict=True):
             self._attend_lanes(lanes, queries, layer)
@@ -175,6 +183,17 @@ class PackedAttention:
             return
         for start, end in _blocks(0, feed.tokens):
             self._attend_block(feed.own, first + start, start, end, layer)
+
+    def _attend_picks(self, index: int, own: Stretch, picks: np.ndarray, layer: _Layer) -> None:
+        """Tokens between others of a sequence's own stretch; each block reads it up to its own last one."""
+        for start, end in _blocks(0, len(picks), _PICKED_QUERIES):
+            first, last = self._starts[index] + start, self._starts[index] + end
+            there = np.arange(int(picks[end - 1]) + 1)
+            seen = partial(_visible, picks[start:end], there, layer.window)
+            mask = self._mask(("picks", first), layer, seen)
+            key, value = layer.slots(own.start, len(there))
+            part = partial_attention(layer.folded(first, last), key, value, mask, layer.scale)
+            layer.set(first, last, *part)
 
     def _attend_block(self, own: Stretch, first: int, start: int, end: int, layer: _Layer) -> None:
         """Tokens `[start, end)` of a stretch longer than the window, the first of them query `first`."""
@@ -254,7 +273,7 @@ class PackedAttention:
         results = []
         for index, feed in enumerate(self.feeds):
             first, last = self._starts[index], self._starts[index + 1]
-            parts = (*feed.before, feed.own)
+            parts = (*feed.before, feed.own._replace(length=int(feed.indices[-1]) + 1))
             there = np.concatenate([keys.position + np.arange(keys.length) for keys in parts])
             positions = self._positions[first:last]
             seen = partial(_visible, positions, there, layer.window)
@@ -301,10 +320,10 @@ class _Layer:
         merge(self.out[:, first:last], self.weight[:, first:last], part, sums)
 
 
-def _blocks(start: int, end: int) -> Iterator[tuple[int, int]]:
+def _blocks(start: int, end: int, size: int = _WINDOW_QUERIES) -> Iterator[tuple[int, int]]:
     """Stretches of queries whose masks stay small."""
-    for first in range(start, end, _WINDOW_QUERIES):
-        yield first, min(end, first + _WINDOW_QUERIES)
+    for first in range(start, end, size):
+        yield first, min(end, first + size)
 
 
 def _strided(slots: torch.Tensor, start: int, count: int, step: int, length: int) -> torch.Tensor:

@@ -155,6 +155,11 @@ class Arena(Cache):
             target = part.to(slab.device).expand(slab.shape[0], *part.shape)
             slab.index_copy_(2, slots.to(slab.device), target)
 
+    def place(self, packed: Sequence[torch.Tensor], start: int) -> None:
+        """Copy buffers `[heads, n, head_dim]` to the slots from `start` on of every sequence."""
+        for slab, part in zip(self.slabs, packed, strict=True):
+            slab[:, :, start : start + part.shape[1]] = part.to(slab.device)
+
     def clear(self, start: int, end: int) -> None:
         """Zero slots `[start, end)`."""
         for slab in self.slabs:

@@ -56,9 +56,9 @@ class Calibration:
 
 def measure(
     engine: ReusesText,
-    *,
     model: str,
     selector: str,
+    *,
     prompts: int = DEFAULT_PROMPTS,
     ratios: Iterable[float] = RATIOS,
     max_positions: int | None = None,

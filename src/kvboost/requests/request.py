@@ -39,9 +39,15 @@ _BY_REFERENCE = (
 )
 
 
+RepairOptions = tuple[float | None, str | None]  # recompute_ratio and selector
+
+
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a caller asks for beside the prompt, as it was given. `options` are transformers' own."""
+    """What a caller asks for beside the prompt, as it was given. `options` are transformers' own.
+
+    `repair` are a ratio and a selector in place of the engine's own; None = as the engine does.
+    """
 
     max_new_tokens: int = 64
     mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
@@ -50,6 +56,7 @@ class Arguments:
     cache_salt: str | None = None
     seed: int | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    repair: RepairOptions = (None, None)
 
 
 class Request:
@@ -66,6 +73,7 @@ class Request:
         namespace: Namespace,
         started: float,
         index: int = 0,
+        repair: RepairOptions = (None, None),
     ) -> None:
         self.prompt = prompt
         self.mode = mode
@@ -73,6 +81,7 @@ class Request:
         self.namespace = namespace
         self.started = started
         self.index = index
+        self.repair = repair
         self.watch = Watch()
 
     @property
@@ -83,6 +92,11 @@ class Request:
     def needed(self) -> int:
         """Positions of the prompt with its answer."""
         return len(self.prompt) + self.options.max_new_tokens
+
+    @property
+    def repaired(self) -> str:
+        """How its approximate chain is repaired, where that is not as the engine's options say."""
+        return " ".join(str(option) for option in self.repair if option is not None)
 
     @property
     def limit(self) -> int:
@@ -246,7 +260,7 @@ class RequestReader:
     def read(self, prompt: Prompt, arguments: Arguments, namespace: Namespace, started: float) -> Request:
         """One request, called at `started`."""
         mode, options = self._checked(arguments)
-        return self._request(prompt, namespace, mode, options, started)
+        return self._request(prompt, namespace, mode, options, started, arguments.repair)
 
     def read_all(
         self, prompts: Sequence[Prompt], arguments: Arguments, namespace: Namespace, started: float
@@ -269,7 +283,8 @@ class RequestReader:
             if arguments.seed is not None:
                 own = dataclasses.replace(options, seed=(arguments.seed + index) % _MAX_SEED)
             try:
-                requests.append(self._request(prompt, namespace, mode, own, started, index))
+                request = self._request(prompt, namespace, mode, own, started, arguments.repair, index)
+                requests.append(request)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
         return requests
@@ -277,6 +292,11 @@ class RequestReader:
     def _checked(self, arguments: Arguments) -> tuple[GenerationMode, GenerationOptions]:
         """Mode and options, against what the model can do."""
         mode = choice(GenerationMode, "mode", arguments.mode)
+        if arguments.repair != (None, None) and mode is not GenerationMode.CHUNK_KV_REUSE:
+            raise InvalidRequestError(
+                "recompute_ratio and selector say how moved text is repaired, and mode "
+                f'{mode.value!r} reuses none: leave them out, or pass mode="chunk_kv_reuse"'
+            )
         options = _checked_options(arguments.options)
         return mode, read_options(
             self._model,
@@ -323,10 +343,11 @@ class RequestReader:
         mode: GenerationMode,
         options: GenerationOptions,
         started: float,
+        repair: RepairOptions,
         index: int = 0,
     ) -> Request:
         tokens = self._prompts.read(prompt, namespace.salt)
-        request = Request(tokens, mode, options, namespace, started, index)
+        request = Request(tokens, mode, options, namespace, started, index, repair)
         self.check_positions(request.needed, "prompt and max_new_tokens", len(tokens))
         return request
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,10 +20,13 @@ from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.kv.rope import KeyRotation
 from kvboost.models import AssembledPrompt, TokenIds
-from kvboost.reuse.plan import Estimator, PrefixPart, ReusePlan, cut_pieces
+from kvboost.reuse.plan import PlanPart, ReusePlan
 from kvboost.store.forest import ROOT
 from kvboost.store.manager import KVCacheManager
 from kvboost.store.matching import ChainMatch, ChunkMatch, PrefixMatch
+
+if TYPE_CHECKING:
+    from kvboost.reuse.policy import Repair
 
 
 class PromptAssembler:
@@ -59,14 +63,14 @@ class PromptAssembler:
         limit: int,
         *,
         mode: AssemblyMode | None = None,
-        estimate: Estimator | None = None,
+        repair: Repair | None = None,
         refusal: str = "",
     ) -> Iterator[ReusePlan]:
         """What can be reused of the first `limit` tokens. It cannot be evicted until the block ends.
 
-        With `estimate`, approximate reuse is left out if it does not pay; with a `refusal`, always.
+        Approximate reuse is left out where `repair` does not pay; with a `refusal`, always.
         """
-        plan = self._plan(token_ids, namespace, limit, mode, estimate, refusal, hold=True)
+        plan = self._plan(token_ids, namespace, limit, mode, repair, refusal, hold=True)
         try:
             yield plan
         finally:
@@ -80,11 +84,11 @@ class PromptAssembler:
         limit: int,
         *,
         mode: AssemblyMode | None = None,
-        estimate: Estimator | None = None,
+        repair: Repair | None = None,
         refusal: str = "",
     ) -> ReusePlan:
         """What could be reused of the first `limit` tokens. Changes nothing."""
-        return self._plan(token_ids, namespace, limit, mode, estimate, refusal, hold=False)
+        return self._plan(token_ids, namespace, limit, mode, repair, refusal, hold=False)
 
     def _plan(
         self,
@@ -92,13 +96,13 @@ class PromptAssembler:
         namespace: Namespace,
         limit: int,
         mode: AssemblyMode | None,
-        estimate: Estimator | None,
+        repair: Repair | None,
         refusal: str,
         *,
         hold: bool,
     ) -> ReusePlan:
         match = self._manager.match_prefix(token_ids, namespace, hold=hold)
-        exact = self._prefix_plan(match, len(token_ids), limit, refusal)
+        exact = replace(self._prefix_plan(match, len(token_ids), limit, refusal), repair=repair)
         if (mode or self.mode) is AssemblyMode.PREFIX_ONLY or self._rotation is None or refusal:
             return exact
         start = max(exact.prefix_end, self._sink_tokens)
@@ -106,9 +110,9 @@ class PromptAssembler:
             return exact
         content = self._manager.match_content(token_ids, namespace, start=start, end=limit, hold=hold)
         plan = replace(exact, content=content, chain_end=min(content.chain.length, limit))
-        if estimate is None or not plan.needs_repair:
+        if repair is None or not plan.needs_repair:
             return plan
-        cost = estimate(plan)
+        cost = repair.estimate(plan)
         if cost.pays:
             return replace(plan, estimate=cost)
         exact_end = next((piece.start for piece in plan.pieces if plan.is_lossy(piece)), plan.prefix_end)
@@ -132,15 +136,6 @@ class PromptAssembler:
             )
         return ReusePlan(total, match, reused, reason, lossy_from=self._lossy_from, refusal=refusal)
 
-    def chunks_needed(self, plan: ReusePlan, exact_already: int = 0, any_already: int = 0) -> list[KeptChunk]:
-        """The chunks that `place` copies from."""
-        pieces = [
-            *cut_pieces(plan.pieces, exact_already, plan.prefix_end),
-            *cut_pieces(plan.chain_pieces, max(plan.prefix_end, any_already), plan.chain_end),
-            *plan.moved_pieces,
-        ]
-        return list({piece.chunk.chunk_id: piece.chunk for piece in pieces}.values())
-
     def place(
         self,
         plan: ReusePlan,
@@ -154,18 +149,7 @@ class PromptAssembler:
         `arena` already holds exact KV of the first `exact_already` tokens, and KV of this chain up to
         `any_already`. `loaded` has the KV of chunks that are on disk only.
         """
-        loaded = loaded or {}
-        for piece in cut_pieces(plan.pieces, exact_already, plan.prefix_end):
-            _copy(piece, arena, loaded)
-        chain_start = max(plan.prefix_end, any_already)
-        self._place_moved(cut_pieces(plan.chain_pieces, chain_start, plan.chain_end), arena, loaded)
-        for overlay in plan.content.chain.overlays if plan.chain_end > chain_start else ():
-            inside = (overlay.positions >= chain_start) & (overlay.positions < plan.chain_end)
-            columns = torch.from_numpy(np.flatnonzero(inside))
-            own = overlay.kv.decoded(len(overlay.positions))
-            parts = [part.index_select(1, columns.to(part.device)) for part in own]
-            arena.place_at(parts, torch.from_numpy(overlay.positions[inside]))
-        self._place_moved(plan.moved_pieces, arena, loaded)
+        self.place_parts(parts_of(plan, exact_already, any_already), arena, loaded)
         if plan.needs_repair:
             # Gaps are masked, but a mask does not keep out a NaN that an earlier request left there.
             for start, end in plan.gaps:
@@ -173,29 +157,30 @@ class PromptAssembler:
         arena.set_length(plan.contiguous_end)
 
     def place_parts(
-        self, parts: Sequence[PrefixPart], arena: Arena, loaded: Mapping[str, StoredKV] | None = None
+        self, parts: Sequence[PlanPart], arena: Arena, loaded: Mapping[str, StoredKV] | None = None
     ) -> None:
-        """Copy exact pieces into their slots of `arena`."""
+        """Copy parts of plans into their slots of `arena`, and re-rotate the keys of what moved."""
         for part in parts:
             for piece in part.pieces:
                 _copy(piece, arena, loaded or {}, part.shift)
-
-    def _place_moved(
-        self, pieces: Sequence[ChunkMatch], arena: Arena, loaded: Mapping[str, StoredKV]
-    ) -> None:
-        for piece in pieces:
-            _copy(piece, arena, loaded)
-        for start, end, shift in _stretches(pieces):
-            if shift:
-                assert self._rotation is not None
-                self._rotation.rotate_(arena.slabs, arena.layout, start, end, shift)
+            for start, end, moved in _stretches(part.pieces):
+                if moved:
+                    assert self._rotation is not None
+                    first, last = start + part.shift, end + part.shift
+                    self._rotation.rotate_(arena.slabs, arena.layout, first, last, moved)
+            for overlay in part.overlays:
+                inside = (overlay.positions >= part.start) & (overlay.positions < part.end)
+                columns = torch.from_numpy(np.flatnonzero(inside))
+                own = overlay.kv.decoded(len(overlay.positions))
+                kv = [each.index_select(1, columns.to(each.device)) for each in own]
+                arena.place_at(kv, torch.from_numpy(overlay.positions[inside] + part.shift))
 
     def assemble(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> AssembledPrompt:
         """Gather the KV that is stored for `token_ids`, up to the last one."""
         ids = np.asarray(token_ids, dtype=np.int64)
         total = len(ids)
         with self.planned(ids, namespace, limit=total) as whole_plan:
-            needed = [chunk for chunk in self.chunks_needed(whole_plan) if not chunk.kv.is_loaded]
+            needed = [chunk for chunk in chunks_of(parts_of(whole_plan)) if not chunk.kv.is_loaded]
             loaded = self._manager.load(needed) if needed and self._manager.load is not None else {}
             plan = whole_plan.without({chunk.chunk_id for chunk in needed} - loaded.keys())
             pieces = [*plan.pieces, *plan.chain_pieces, *plan.moved_pieces]
@@ -223,6 +208,23 @@ class PromptAssembler:
                 has_approximate=plan.has_moved or plan.chain_end > plan.prefix_end,
                 runs=plan.runs,
             )
+
+
+def parts_of(plan: ReusePlan, exact_already: int = 0, any_already: int = 0) -> list[PlanPart]:
+    """All that `plan` reuses, at its positions, without what an arena has of it already.
+
+    That is exact KV of the first `exact_already` tokens, and KV of the same chain up to `any_already`.
+    """
+    chain_start = max(plan.prefix_end, min(any_already, plan.chain_end))
+    return [
+        PlanPart.exact(plan, exact_already, plan.prefix_end, exact_already),
+        PlanPart.behind_prefix(plan, chain_start, plan.total, chain_start),
+    ]
+
+
+def chunks_of(parts: Sequence[PlanPart]) -> list[KeptChunk]:
+    """The chunks that parts copy from, each once."""
+    return list({piece.chunk.chunk_id: piece.chunk for part in parts for piece in part.pieces}.values())
 
 
 def _copy(piece: ChunkMatch, arena: Arena, loaded: Mapping[str, StoredKV], shift: int = 0) -> None:

@@ -5,13 +5,15 @@ Knows plans and stores, no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvboost.kv.arena import Arena
-from kvboost.reuse.assembler import PromptAssembler
-from kvboost.reuse.plan import PrefixPart, ReusePlan
+from kvboost.kv.codec import StoredKV
+from kvboost.reuse.assembler import PromptAssembler, chunks_of, parts_of
+from kvboost.reuse.plan import PlanPart, ReusePlan
 from kvboost.store.manager import KVCacheManager
 
 if TYPE_CHECKING:
@@ -33,45 +35,36 @@ class ChunkLoader:
         until = self._deadline()
         while True:
             with planned() as plan:
-                failed = self._load_and_place(plan, arena, exact, any_kind, until)
+                place = partial(self._assembler.place, plan, arena, exact, any_kind)
+                failed = self._load(parts_of(plan, exact, any_kind), place, until)
             if not failed:
                 return plan
             self._forget(failed)
 
     def place_sequences(
-        self, planned: Sequence[Planned], parts: Callable[[list[ReusePlan]], list[PrefixPart]], arena: Arena
+        self, planned: Sequence[Planned], parts: Callable[[list[ReusePlan]], list[PlanPart]], arena: Arena
     ) -> list[ReusePlan]:
         """Plan several prompts and place `parts` of their plans in one arena."""
         until = self._deadline()
         while True:
             with ExitStack() as held:
                 plans = [held.enter_context(each()) for each in planned]
-                failed = self._load_parts(parts(plans), arena, until)
+                wanted = parts(plans)
+                failed = self._load(wanted, partial(self._assembler.place_parts, wanted, arena), until)
             if not failed:
                 return plans
             self._forget(failed)
 
-    def _load_and_place(
-        self, plan: ReusePlan, arena: Arena, exact: int, any_kind: int, until: float
+    def _load(
+        self, parts: list[PlanPart], place: Callable[[Mapping[str, StoredKV]], None], until: float
     ) -> dict[str, str]:
-        """Place a plan; if chunks cannot be loaded, returns them with reasons and places nothing."""
+        """Load what `parts` need and have it placed; what cannot be loaded is returned with its reason."""
         if self._disk is None:
-            self._assembler.place(plan, arena, exact, any_kind)
+            place({})
             return {}
-        fetched = self._disk.fetch(self._assembler.chunks_needed(plan, exact, any_kind), until)
+        fetched = self._disk.fetch(chunks_of(parts), until)
         if not fetched.failed:
-            self._assembler.place(plan, arena, exact, any_kind, fetched.loaded)
-        self._manager.on_disk.warm_up(fetched.loaded)
-        return fetched.failed
-
-    def _load_parts(self, parts: list[PrefixPart], arena: Arena, until: float) -> dict[str, str]:
-        if self._disk is None:
-            self._assembler.place_parts(parts, arena)
-            return {}
-        chunks = {piece.chunk.chunk_id: piece.chunk for part in parts for piece in part.pieces}
-        fetched = self._disk.fetch(list(chunks.values()), until)
-        if not fetched.failed:
-            self._assembler.place_parts(parts, arena, fetched.loaded)
+            place(fetched.loaded)
         self._manager.on_disk.warm_up(fetched.loaded)
         return fetched.failed
 

@@ -9,12 +9,12 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec
 from kvboost.kv.layout import Packed
 from kvboost.models import Borrow, CompositeChunk
@@ -24,6 +24,16 @@ from kvboost.store.chunking import ChunkRegistry
 from kvboost.store.inserter import StoreReport
 from kvboost.store.manager import KVCacheManager
 from kvboost.store.matching import ChunkMatch
+
+
+class KVSource(Protocol):
+    """KV of a text by its positions: an arena that holds nothing else, or a sequence's part of one."""
+
+    def between(self, start: int, end: int) -> Packed:
+        """KV `[heads, tokens, head_dim]` of positions `[start, end)`."""
+
+    def gathered(self, positions: torch.Tensor) -> Packed:
+        """KV `[heads, n, head_dim]` of positions `[n]`, sorted."""
 
 
 class ChunkWriter:
@@ -67,19 +77,10 @@ class ChunkWriter:
         return report
 
     def keep(
-        self,
-        token_ids: np.ndarray,
-        arena: Arena,
-        namespace: Namespace,
-        *,
-        position_offset: int = 0,
-        first: int = 0,
+        self, token_ids: np.ndarray, kv: KVSource, namespace: Namespace, *, position_offset: int = 0
     ) -> StoreReport:
-        """Store `token_ids` `[tokens]`, whose KV is in `arena` from slot `first` on.
-
-        It was computed at positions from `position_offset` on.
-        """
-        return self.keep_from(token_ids, _from(arena, first), namespace, position_offset=position_offset)
+        """Store `token_ids` `[tokens]`, computed at positions from `position_offset` on."""
+        return self.keep_from(token_ids, kv.between, namespace, position_offset=position_offset)
 
     def keep_from(
         self,
@@ -118,29 +119,29 @@ class ChunkWriter:
     def keep_approximate(
         self,
         token_ids: np.ndarray,
-        arena: Arena,
+        kv: KVSource,
         namespace: Namespace,
         plan: ReusePlan,
         recomputed: np.ndarray,
     ) -> StoreReport:
         """Store a prompt and its answer, `token_ids` `[tokens]`, that reused `plan`.
 
-        `recomputed` `[n]` are the reused positions whose KV has changed since.
+        `recomputed` `[n]` are the reused positions that repair computed again.
         """
         exact_end = min(plan.first_approximate, len(token_ids))
-        exact_report = self.keep(token_ids[:exact_end], arena, namespace)
+        exact_report = self.keep(token_ids[:exact_end], kv, namespace)
         if exact_report.is_refused:
             return exact_report
         exact = self._manager.match_prefix(token_ids[:exact_end], namespace)
         borrows = [*exact.matches, *plan.chain_pieces, *plan.moved_pieces]
         for start, end in self._live_spans(plan, exact_end, len(token_ids)):
             span = token_ids[start:end]
-            report = self._keep_from(span, _from(arena, start), namespace.tainted(), start)
+            report = self._keep_from(span, _from(kv, start), namespace.tainted(), start)
             found = self._manager.match_prefix(span, namespace.tainted()).matches
             # An equal text of another request is no source: its KV saw other text before it.
             own = [match for match in found if match.chunk.chunk_id in report.stored_keys]
             borrows += [_moved(match, start) for match in own]
-        self._keep_chain(token_ids, arena, namespace, borrows, plan, recomputed)
+        self._keep_chain(token_ids, kv, namespace, borrows, plan, recomputed)
         return exact_report
 
     def _live_spans(self, plan: ReusePlan, start: int, end: int) -> list[tuple[int, int]]:
@@ -155,7 +156,7 @@ class ChunkWriter:
     def _keep_chain(
         self,
         token_ids: np.ndarray,
-        arena: Arena,
+        kv: KVSource,
         namespace: Namespace,
         borrows: list[ChunkMatch],
         plan: ReusePlan,
@@ -164,7 +165,7 @@ class ChunkWriter:
         own = np.ones(len(token_ids), dtype=bool)
         for piece in borrows:
             own[piece.start : piece.end] = False
-        own[recomputed] = True
+        own[plan.changed(recomputed)] = True
         for overlay in plan.content.chain.overlays:
             own[overlay.positions[overlay.positions < plan.chain_end]] = True
         composite = CompositeChunk(
@@ -176,16 +177,16 @@ class ChunkWriter:
                 token_ids,
                 composite,
                 self._codec,
-                lambda positions: arena.gathered(torch.from_numpy(positions)),
+                lambda positions: kv.gathered(torch.from_numpy(positions)),
                 namespace,
             )
         except (RuntimeError, MemoryError) as error:
             self._manager.count_failure(f"{type(error).__name__} while storing")
 
 
-def _from(arena: Arena, first: int) -> Callable[[int, int], Packed]:
-    """KV `[heads, tokens, head_dim]` of an arena's positions, counted from `first` on."""
-    return lambda start, end: arena.between(first + start, first + end)
+def _from(kv: KVSource, first: int) -> Callable[[int, int], Packed]:
+    """KV `[heads, tokens, head_dim]` of positions, counted from `first` on."""
+    return lambda start, end: kv.between(first + start, first + end)
 
 
 def _moved(match: ChunkMatch, by: int) -> ChunkMatch:

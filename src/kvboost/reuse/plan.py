@@ -5,17 +5,21 @@ Knows which chunks were found and where their tokens go. Knows no arena and no m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvboost.choices import Origin
 from kvboost.models import ReusedRun, Span
 from kvboost.reuse.costs import CostEstimate
-from kvboost.store.matching import ChainMatch, ChunkMatch, ContentMatch, PrefixMatch
+from kvboost.reuse.repair import RepairStrategy, positions_of
+from kvboost.store.matching import ChainMatch, ChunkMatch, ContentMatch, Overlay, PrefixMatch
+
+if TYPE_CHECKING:
+    from kvboost.reuse.policy import Repair
 
 CHAIN_REASON = "repaired in an earlier request"
 LOSSY_REASON = "prefix, overlap encoding"
@@ -30,7 +34,8 @@ class ReusePlan:
 
     The first `prefix_end` tokens come from `match`, those up to `chain_end` from the approximate chain of
     an earlier request, and the runs of `content` from anywhere. In overlap mode, prefix chunks that start
-    after `lossy_from` are not exact. `refusal` says why approximate reuse is not allowed.
+    after `lossy_from` are not exact. `refusal` says why approximate reuse is not allowed, `repair` how it is
+    repaired where it is.
     """
 
     total: int
@@ -42,6 +47,7 @@ class ReusePlan:
     lossy_from: int | None = None
     estimate: CostEstimate | None = None
     refusal: str = ""
+    repair: Repair | None = None
 
     @property
     def pieces(self) -> list[ChunkMatch]:
@@ -101,6 +107,19 @@ class ReusePlan:
     def needs_repair(self) -> bool:
         """Whether a run is neither exact nor repaired already."""
         return any(not run.exact for run in self.repair_runs)
+
+    @property
+    def strategy(self) -> RepairStrategy:
+        """How its runs are repaired."""
+        if self.repair is None:
+            raise ValueError("this plan was made without a way to repair it")
+        return self.repair.strategy(self)
+
+    def changed(self, recomputed: np.ndarray) -> np.ndarray:
+        """Reused positions `[n]` whose KV is another after a repair that computed `recomputed` `[m]`."""
+        if self.needs_repair and self.strategy.rewrites_all:
+            return positions_of(self.repair_runs, exact=False)
+        return recomputed
 
     @property
     def has_moved(self) -> bool:
@@ -164,19 +183,30 @@ class ReusePlan:
         return "never stored" if end - start >= _MIN_GAP_TOKENS else TOO_SHORT
 
 
-class PrefixPart(NamedTuple):
-    """Exact pieces of a plan; their slots in an arena are their positions plus `shift`."""
+class PlanPart(NamedTuple):
+    """Pieces of a plan, and the overlays of its chain at positions `[start, end)`.
+
+    Their slots in an arena are their positions plus `shift`.
+    """
 
     pieces: list[ChunkMatch]
-    shift: int
+    shift: int = 0
+    overlays: tuple[Overlay, ...] = ()
+    start: int = 0
+    end: int = 0
 
     @classmethod
-    def of(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PrefixPart:
-        """The pieces of `plan` in positions `[start, end)`, placed from `slot` on."""
+    def exact(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PlanPart:
+        """The prefix in `[start, end)`, placed from `slot` on."""
         return cls(cut_pieces(plan.pieces, start, end), slot - start)
 
-
-Estimator = Callable[[ReusePlan], CostEstimate]
+    @classmethod
+    def behind_prefix(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PlanPart:
+        """Chain and moved text in `[start, end)`, placed from `slot` on."""
+        pieces = cut_pieces([*plan.chain_pieces, *plan.moved_pieces], start, end)
+        chain_start, chain_end = max(start, plan.prefix_end), min(end, plan.chain_end)
+        overlays = plan.content.chain.overlays if chain_start < chain_end else ()
+        return cls(pieces, slot - start, overlays, chain_start, chain_end)
 
 
 def cut_pieces(pieces: Sequence[ChunkMatch], start: int, end: int) -> list[ChunkMatch]:

@@ -29,13 +29,15 @@ _MAX_LOGITS = 1 << 26
 # The text of a trial at load, and the largest window that it outgrows.
 _TRIAL_TOKENS = 16
 SMALL_WINDOW = 128
+_NONE_MISSING = np.zeros(0, dtype=np.int64)
 LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 class Segment:
     """KV of consecutive tokens in slots `[start, start + capacity)`, behind the segments of `before`.
 
-    Of a `clean` one, the slots without a token hold finite numbers too, and may be read under a mask.
+    Of a `clean` one, the slots without a token hold finite numbers too, and may be read under a mask. Tokens
+    may be `missing` `[n]` among those that it has: their indices in it, sorted. They are computed in order.
     """
 
     def __init__(
@@ -47,27 +49,63 @@ class Segment:
         self.clean = clean
         self.position: int = before[-1].position + before[-1].capacity if before else 0
         self.length = 0
+        self.missing = _NONE_MISSING
 
     @property
     def end(self) -> int:
         """The position of the next token."""
-        return self.position + self.length
+        return self.position + (int(self.missing[0]) if len(self.missing) else self.length)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the KV of all its tokens is there."""
+        return self.length == self.capacity and not len(self.missing)
+
+    @property
+    def to_compute(self) -> np.ndarray:
+        """Indices `[n]` in it of the tokens that are still to be computed."""
+        return self.missing if len(self.missing) else np.arange(self.length, self.capacity)
 
     @property
     def stretch(self) -> Stretch:
         return Stretch(self.start, self.length, self.position)
 
-    def between(self, arena: Arena, start: int, end: int) -> Packed:
-        """KV `[heads, tokens, head_dim]` of the sequence's positions `[start, end)`, wherever they lie."""
+
+@dataclass(frozen=True)
+class SequenceKV:
+    """The KV of a sequence by its positions, wherever its segments up to `last` lie in `arena`."""
+
+    arena: Arena
+    last: Segment
+
+    def between(self, start: int, end: int) -> Packed:
+        """KV `[heads, tokens, head_dim]` of positions `[start, end)`."""
+        return self._joined(
+            [self.arena.between(first + shift, last + shift) for first, last, shift in self._in(start, end)]
+        )
+
+    def gathered(self, positions: torch.Tensor) -> Packed:
+        """Copies `[heads, n, head_dim]` of sorted `positions` `[n]`."""
         parts = []
-        for segment in (*self.before, self):
+        for first, last, shift in self._in(0, self.last.end):
+            inside = positions[(positions >= first) & (positions < last)]
+            parts.append(self.arena.gathered(inside + shift))
+        return self._joined(parts)
+
+    def _in(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Positions `[first, last)` of each segment within `[start, end)`, and how far on their slots are."""
+        for segment in (*self.last.before, self.last):
             first, last = max(start, segment.position), min(end, segment.end)
             if first < last:
-                shift = segment.start - segment.position
-                parts.append(arena.between(first + shift, last + shift))
-        if len(parts) == 1:
-            return parts[0]
-        return tuple(torch.cat(slabs, dim=1) for slabs in zip(*parts, strict=True))
+                yield first, last, segment.start - segment.position
+
+    @staticmethod
+    def _joined(parts: list[Packed]) -> Packed:
+        return (
+            parts[0]
+            if len(parts) == 1
+            else tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -144,11 +182,7 @@ def _forward(
     at = 0
     for index, start, end in block:
         extension = extensions[index]
-        segment = extension.segment
-        segment.length += end - start
-        if segment.length > segment.capacity:
-            raise ValueError(f"a segment of {segment.capacity} tokens cannot take {segment.length}")
-        feeds.append(_feed(segment, end - start))
+        feeds.append(_feed(extension.segment, end - start))
         ids.append(extension.token_ids[start:end])
         silent = len(extension.token_ids) - extension.wanted
         if end > silent:
@@ -177,9 +211,18 @@ def _forward(
 
 
 def _feed(segment: Segment, tokens: int) -> Feed:
-    """The last `tokens` of a segment. Of several, what the segment had before is nothing but seen."""
+    """The next `tokens` of a segment, which has them from now on.
+
+    Of several, what the segment had before is nothing but seen.
+    """
     before = tuple(each.stretch for each in segment.before if each.length)
-    old = segment.length - tokens
+    if len(segment.missing):
+        picks, segment.missing = segment.missing[:tokens], segment.missing[tokens:]
+        return Feed(segment.stretch, len(picks), before, picks=picks)
+    old = segment.length
+    segment.length += tokens
+    if segment.length > segment.capacity:
+        raise ValueError(f"a segment of {segment.capacity} tokens cannot take {segment.length}")
     if tokens == 1 or not old:
         return Feed(segment.stretch, tokens, before, segment.capacity if segment.clean else segment.length)
     start, _, position = segment.stretch

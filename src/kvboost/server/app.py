@@ -24,7 +24,7 @@ from kvboost.server import cache_routes, completion_routes, info_routes
 from kvboost.server.access import AccessLog, note_failure
 from kvboost.server.answers import ChatChunk
 from kvboost.server.errors import ApiError, as_api_error, of_validation
-from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest, ErrorBody
+from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest, ErrorBody, ExplainRequest
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
 from kvboost.server.sites import SiteGuard
@@ -34,7 +34,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorBody, "description": "The server failed or is shutting down."},
 }
 _FOR_ADMINS = ("/metrics", "/v1/cache/stats", "/v1/cache/clear", "/v1/cache/pin", "/v1/cache/unpin")
-_READ_BY_HAND = (ChatRequest, CompletionRequest, CacheRequest)
+_READ_BY_HAND = (ChatRequest, CompletionRequest, CacheRequest, ExplainRequest)
 
 
 def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:

@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
 
+from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
 from kvboost.requests.request import Arguments
 from kvboost.requests.request import Request as EngineRequest
@@ -31,11 +32,12 @@ from kvboost.server.connection import unless_gone
 from kvboost.server.dependencies import Admin, AnyCaller, TheNote, TheService
 from kvboost.server.errors import as_api_error
 from kvboost.server.readers import Reading
-from kvboost.server.schemas import CacheRequest
+from kvboost.server.schemas import CacheRequest, ExplainRequest
 from kvboost.server.service import Service, told_reason
 from kvboost.server.ticket import Ticket
 
 T = TypeVar("T")
+B = TypeVar("B", bound=CacheRequest)
 router = APIRouter(prefix="/v1/cache", tags=["cache"])
 _MAX_CHUNKS_SHOWN = 1000
 _PROMPT = described(CacheRequest)
@@ -57,7 +59,8 @@ async def warm(request: Request, service: TheService, caller: AnyCaller, note: T
 
     def read(body: CacheRequest, salt: str, reading: Reading) -> tuple[EngineRequest, str]:
         ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
-        found = service.engine.core.read(ids, Arguments(1, service.settings.mode, cache_salt=salt))
+        # Exactly, whatever the server's mode is: what attended to moved text would be found by content only.
+        found = service.engine.core.read(ids, Arguments(1, GenerationMode.PREFIX_CACHE, cache_salt=salt))
         return found, body.prompt_field
 
     engine_request, param = await _with_prompt(request, service, caller, read)
@@ -86,11 +89,16 @@ async def _through(ticket: Ticket) -> None:
         ticket.cancel()
 
 
-@router.post("/explain", summary="What would be reused of a prompt, and why", openapi_extra=_PROMPT)
+@router.post(
+    "/explain",
+    summary="What would be reused of a prompt, and why",
+    openapi_extra=described(ExplainRequest),
+)
 async def explain(request: Request, service: TheService, caller: AnyCaller) -> ExplainBody:
-    def look_up(body: CacheRequest, salt: str, reading: Reading) -> ExplainBody:
+    def look_up(body: ExplainRequest, salt: str, reading: Reading) -> ExplainBody:
         ids = service.tokenize(body.text, salt, reading, field=body.prompt_field, is_only_looked_up=True)
-        found = service.engine.explain(ids, mode=service.settings.mode, cache_salt=salt)
+        reuse = service.reuse_of(body)
+        found = service.engine.core.explain(ids, Arguments(1, cache_salt=salt, **reuse))
         return ExplainBody(
             prompt_tokens=found.prompt_tokens,
             cached_tokens=found.cached_tokens,
@@ -108,7 +116,7 @@ async def explain(request: Request, service: TheService, caller: AnyCaller) -> E
             ],
         )
 
-    return await _with_prompt(request, service, caller, look_up)
+    return await _with_prompt(request, service, caller, look_up, ExplainRequest)
 
 
 @router.post("/pin", summary="Keep what is stored of a prompt from eviction", openapi_extra=_PROMPT)
@@ -150,7 +158,11 @@ async def clear(service: TheService, caller: AnyCaller) -> ClearBody:
 
 
 async def _with_prompt(
-    request: Request, service: Service, caller: Caller, work: Callable[[CacheRequest, str, Reading], T]
+    request: Request,
+    service: Service,
+    caller: Caller,
+    work: Callable[[B, str, Reading], T],
+    kind: type[B] = CacheRequest,  # type: ignore[assignment]  # a default for a type variable
 ) -> T:
     """Read a body with a prompt, and do `work` with it and its salt, in a thread."""
     settings = service.settings
@@ -158,7 +170,7 @@ async def _with_prompt(
         raw = await read_body(request, settings.max_request_bytes, reading)
 
         def parsed() -> T:
-            body = parse(CacheRequest, raw, settings.max_messages)
+            body = parse(kind, raw, settings.max_messages)
             salt = service.salt_of(caller, body.cache_salt, body.key_salt)
             try:
                 return work(body, salt, reading)

@@ -72,7 +72,8 @@ def _read_prompt(
     for index in range(first, first + body.choices):
         recorder = None if body.num_logprobs is None else LogprobRecorder(body.num_logprobs)
         arguments = sampling_arguments(body, index, len(ids), recorder)
-        arguments = replace(arguments, max_new_tokens=new_tokens, mode=service.settings.mode, cache_salt=salt)
+        reuse = service.reuse_of(body)
+        arguments = replace(arguments, max_new_tokens=new_tokens, cache_salt=salt, **reuse)
         request = engine.core.read(ids, arguments)
         drafts.append(Draft(request, recorder))
     return drafts

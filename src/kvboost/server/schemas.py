@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvboost.choices import Selector
 from kvboost.server.field_rules import TOO_MANY, Between, Expected, Refused
 from kvboost.server.settings import MAX_MESSAGES
 
@@ -161,6 +162,7 @@ Labels = Annotated[
 ]
 Penalty = Annotated[float, Between(-2, 2)]
 AnyPrompt = str | list[int] | list[dict[str, str]]
+Mode = Literal["baseline", "prefix_cache", "chunk_kv_reuse"]
 
 
 class Neutral(Body):
@@ -198,7 +200,19 @@ class Neutral(Body):
     prompt_cache_key: Label | None = Field(None, description="There is one cache: see cache_salt to part it.")
 
 
-class Generation(Neutral):
+class Reuse(Body):
+    """What may be reused for one request, and how it is repaired."""
+
+    mode: Mode | None = Field(
+        None, description="What may be reused: nothing, an exact prefix, or text that has moved as well."
+    )
+    recompute_ratio: Annotated[float, Between(0, 1)] | None = Field(
+        None, description="The share of moved text that is computed again. Only with chunk_kv_reuse."
+    )
+    selector: Selector | None = Field(None, description="How that share is chosen. Only with chunk_kv_reuse.")
+
+
+class Generation(Neutral, Reuse):
     """What chats and plain completions have in common."""
 
     prompt_field: ClassVar[str]
@@ -341,6 +355,10 @@ class CacheRequest(Body):
     @property
     def prompt_field(self) -> str:
         return "prompt" if self.messages is None else "messages"
+
+
+class ExplainRequest(CacheRequest, Reuse):
+    """A text for /v1/cache/explain, and what might be reused of it."""
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from anyio import CapacityLimiter, to_thread
 
 from kvboost import __version__
+from kvboost.choices import GenerationMode
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
 from kvboost.models import GenerationResult
@@ -25,7 +26,7 @@ from kvboost.server.auth import Caller, Gate, effective_salt
 from kvboost.server.errors import ApiError, as_api_error
 from kvboost.server.metrics import Metrics
 from kvboost.server.readers import Readers, Reading
-from kvboost.server.schemas import AnyPrompt
+from kvboost.server.schemas import AnyPrompt, Reuse
 from kvboost.server.settings import ServerSettings
 from kvboost.server.text import TokenNames
 from kvboost.server.ticket import ShuttingDownError, Ticket
@@ -86,6 +87,15 @@ class Service:
         return min((size for size in sizes if size is not None), default=None)
 
     # --- requests ----------------------------------------------------------------------------
+
+    def reuse_of(self, body: Reuse) -> dict[str, Any]:
+        """What a request may reuse, as arguments: as it asks, or as the server does."""
+        mode = GenerationMode(body.mode or self.settings.mode)
+        for field in ("recompute_ratio", "selector"):
+            if getattr(body, field) is not None and mode is not GenerationMode.CHUNK_KV_REUSE:
+                message = f"{field}: says how moved text is repaired, and mode {mode.value!r} reuses none"
+                raise ApiError(400, message, param=field, code="invalid_value")
+        return {"mode": mode, "repair": (body.recompute_ratio, body.selector)}
 
     def tokenize(
         self,

@@ -66,7 +66,7 @@ def test_beams_and_sampling_run_on_the_repaired_arena(
     with engine.assembler.planned(ids, engine.namespace(), total - 1, mode=AssemblyMode.CHUNK_REUSE) as plan:
         arena = Arena(engine.layout, total + 12)
         engine.assembler.place(plan, arena)
-    strategy = engine.core.parts.approximation.strategy(plan)
+    strategy = engine.core.parts.approximation.repair().strategy(plan)
     repair.complete(model, ids, arena, plan.repair_runs, strategy, end=total - 1)
     given = dict(options)
     seed, do_sample = given.pop("seed", None), given.pop("do_sample", False)

@@ -18,7 +18,7 @@ class MovedText:
 
 
 def ratio_of(approximation: Any) -> float:
-    strategy = approximation.strategy(MovedText())
+    strategy = approximation.repair().strategy(MovedText())
     assert isinstance(strategy, CacheBlendRecompute)
     return strategy.recompute_ratio
 

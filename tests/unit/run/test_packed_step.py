@@ -15,7 +15,7 @@ from kvboost.kernels.partial import partial_attention
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import probe_layout
 from kvboost.run import decode, packed_step
-from kvboost.run.packed_step import Extension, Segment, extend
+from kvboost.run.packed_step import Extension, Segment, SequenceKV, extend
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 TOLERANCE = 2e-4
@@ -163,7 +163,9 @@ def test_a_sequences_kv_is_found_wherever_it_lies() -> None:
     plain = Arena(layout, 35)
     decode.prefill(model, ids, plain, 35)
     for start, end in ((0, 35), (3, 19), (15, 25), (20, 35), (30, 31)):
-        for ours, theirs in zip(lane.between(arena, start, end), plain.between(start, end), strict=True):
+        for ours, theirs in zip(
+            SequenceKV(arena, lane).between(start, end), plain.between(start, end), strict=True
+        ):
             assert torch.allclose(ours, theirs, atol=TOLERANCE)
 
 
