@@ -35,7 +35,10 @@ ROUTES = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     engine = KVBoost(tiny_model("llama"), tiny_tokenizer(), chunk_size=16, max_chunks=50)
-    with one_torch_thread(), running(engine, default_max_tokens=3, timeout_s=1, max_waiting=200) as server:
+    with (
+        one_torch_thread(),
+        running(engine, default_max_tokens=3, timeout_s=1, max_waiting=200, mode="chunk_kv_reuse") as server,
+    ):
         yield server
         assert server.client.get("/ready").status_code == 200
         assert server.stats()["worker"]["failed"] == 0
@@ -64,7 +67,11 @@ def test_no_request_breaks_the_server(
 
     @given(case=operation.as_strategy(generation_mode=kind))
     @settings(
-        max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck]
+        max_examples=100 if path.endswith("completions") else 40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[*HealthCheck],
     )
     def call(case: Any) -> None:
         case.call_and_validate(checks=CHECKS)

@@ -15,6 +15,9 @@ from kvboost.kv.layout import KVLayout
 from kvboost.requests.request import Request
 from kvboost.run.packed_step import Segment
 
+# Exact text before private text is a node of its own from so many tokens on: a short one costs more in every
+# step than it saves once.
+_LEAST_BEFORE_PRIVATE = 64
 _STAGED_TOKENS = 1_024  # capacities of the arena in which a repair is prepared are multiples of this
 LANE_TOKENS = 256  # of an answer; a longer one spills into the pool, so that lanes stay equal
 _TAIL_SHARE = 2  # the end of a prompt is pulled into its lane where it is at most the lane's size by this
@@ -61,16 +64,18 @@ class BatchMemory:
         return needed + spill_tokens(request, answers=answers) + spare_tokens <= there
 
     def enter(self, sequence: Sequence, exact_tokens: int) -> None:
-        """Give a sequence its path in the radix tree, private behind `exact_tokens` tokens.
+        """Give a sequence its path in the radix tree; behind `exact_tokens` tokens no other may find it.
 
         Its new nodes are not filled.
         """
         tokens = sequence.request.token_ids[: sequence.limit]
         key = sequence.request.namespace.key
-        sequence.node, sequence.in_place = self.radix_tree.enter(key, tokens[:exact_tokens])
-        if exact_tokens < len(tokens):
+        is_private = exact_tokens < len(tokens)
+        shared = 0 if is_private and exact_tokens < _LEAST_BEFORE_PRIVATE else exact_tokens
+        sequence.node, sequence.in_place = self.radix_tree.enter(key, tokens[:shared])
+        if is_private:
             try:
-                sequence.node = self.radix_tree.enter_private(sequence.node, tokens[exact_tokens:])
+                sequence.node = self.radix_tree.enter_private(sequence.node, tokens[shared:])
             except ValueError:
                 self.cancel(sequence)
                 raise

@@ -13,31 +13,21 @@ from kvboost.batching.sequence import Sequence
 from kvboost.run.packed_step import Extension
 
 
-class PrefillPlanner:
-    """Shares out the prompt tokens of each step."""
+class Fill(NamedTuple):
+    """Prompt tokens that go through in the next step, and the sequence that they are computed for."""
+
+    sequence: Sequence
+    extension: Extension
+
+
+class Turns:
+    """Whose prompts the next step reads."""
 
     def __init__(self) -> None:
         self._newcomers_had_a_turn = False
 
-    def fills(self, sequences: abc.Sequence[Sequence], budget: int) -> dict[int, Extension]:
-        """The next `budget` prompt tokens of `sequences`, which come in order of arrival, by node.
-
-        Each node is filled once, however many sequences wait for it.
-        """
-        waiting: dict[int, tuple[Sequence, Node]] = {}
-        for sequence in self._whose_turn(sequences):
-            if (node := sequence.unfilled) is not None and not (node.is_private and sequence.awaits_choice):
-                waiting.setdefault(id(node), (sequence, node))
-        fills: dict[int, Extension] = {}
-        needs = [_need(sequence, node) for sequence, node in waiting.values()]
-        for (sequence, node), count in zip(waiting.values(), shares(budget, needs), strict=True):
-            if count:
-                sequence.computed_from = min(sequence.computed_from, node.segment.end)
-                fills[id(node)] = Extension(node.segment, node.tokens[node.segment.to_compute[:count]], 0)
-        return fills
-
-    def _whose_turn(self, sequences: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
-        """Every other step, only the sequences of tenants that have no token yet, if there are any.
+    def next(self, sequences: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
+        """All, or every other step only the sequences of tenants that have no token yet, if there are any.
 
         So a tenant that floods the batch with long prompts cannot keep another from its first token.
         """
@@ -49,12 +39,33 @@ class PrefillPlanner:
         return newcomers or sequences
 
 
-def is_ready(sequence: Sequence, fills: dict[int, Extension]) -> bool:
-    """Whether a sequence's prompt is filled after `fills`, all but its last token."""
+def fills_of(sequences: abc.Sequence[Sequence], budget: int) -> dict[int, Fill]:
+    """The next `budget` prompt tokens of `sequences`, which come in order of arrival, by their node's id.
+
+    Each node is filled once, however many sequences wait for it.
+    """
+    waiting: dict[int, tuple[Sequence, Node]] = {}
+    for sequence in sequences:
+        if (node := sequence.unfilled) is not None and not (node.is_private and sequence.awaits_choice):
+            waiting.setdefault(id(node), (sequence, node))
+    needs = [_need(sequence, node) for sequence, node in waiting.values()]
+    return {
+        id(node): Fill(sequence, Extension(node.segment, node.tokens[node.segment.to_compute[:count]], 0))
+        for (sequence, node), count in zip(waiting.values(), shares(budget, needs), strict=True)
+        if count
+    }
+
+
+def speaks_first(sequence: Sequence, fills: dict[int, Fill]) -> bool:
+    """Whether a sequence gets its first token in a step with `fills`, which fill the rest of its prompt."""
     missing = [node for node in sequence.node.path if not node.is_filled]
-    return all(
-        id(node) in fills and len(fills[id(node)].token_ids) == len(node.segment.to_compute)
-        for node in missing
+    return (
+        sequence.answers
+        and not sequence.is_decoding
+        and all(
+            id(node) in fills and len(fills[id(node)].extension.token_ids) == len(node.segment.to_compute)
+            for node in missing
+        )
     )
 
 

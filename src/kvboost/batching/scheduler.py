@@ -25,7 +25,7 @@ import torch
 from kvboost.batching.batch_memory import BatchMemory, spill_tokens
 from kvboost.batching.context import BatchContext
 from kvboost.batching.pace import Pace
-from kvboost.batching.prefill import PrefillPlanner, is_ready
+from kvboost.batching.prefill import Turns, fills_of, speaks_first
 from kvboost.batching.radix_tree import RadixTree
 from kvboost.batching.sequence import Listener, Sequence, StockDecoder, prefill_tokens
 from kvboost.errors import InvalidRequestError
@@ -65,7 +65,7 @@ class Scheduler:
         self._memory = BatchMemory(context.layout, max_sequences, max_tokens)
         self._order: list[Sequence] = []  # by arrival; those in the arena and those outside
         self._pace = Pace(on_gpu=context.layout.slabs[0].device.type == "cuda")
-        self._prefill = PrefillPlanner()
+        self._turns = Turns()
         self.counts = SchedulerCounts()
 
     @property
@@ -205,11 +205,17 @@ class Scheduler:
         in_arena = self._memory.sequences
         decoding = sum(sequence.is_decoding for sequence in in_arena)
         budget = self._pace.budget(decoding, len(in_arena) - decoding)
-        fills = self._prefill.fills([each for each in self._order if each.stock is None], budget)
-        prompt_tokens = sum(len(each.token_ids) for each in fills.values())
-        speaking = [each for each in in_arena if each.is_decoding or (each.answers and is_ready(each, fills))]
+        reading = self._turns.next(self._in_arena())
+        fills = fills_of(reading, budget)
+        if first := sum(speaks_first(each, fills) for each in in_arena):  # their last tokens come on top
+            fills = fills_of(reading, max(1, budget - first))
+        for sequence, fill in fills.values():
+            sequence.computed_from = min(sequence.computed_from, fill.segment.end)
+        prompt_tokens = sum(len(each.extension.token_ids) for each in fills.values())
+        speaking = [each for each in in_arena if each.is_decoding or speaks_first(each, fills)]
         self._memory.prepare_lanes(speaking)
-        failed = self._forward([*((fill, None) for fill in fills.values()), *map(_next_token, speaking)])
+        feeding = [(fill.extension, None) for fill in fills.values()]
+        failed = self._forward([*feeding, *map(_next_token, speaking)])
         self.counts.steps += 1
         self.counts.decoded_tokens += len(speaking)
         self.counts.prefilled_tokens += prompt_tokens
@@ -217,10 +223,14 @@ class Scheduler:
             sequence.is_decoding = True
             self._deliver(sequence, failed.get(id(sequence)))
         self._pace.record(time.perf_counter() - started, len(speaking), prompt_tokens)
-        for sequence in [each for each in self._order if each.stock is None]:
+        for sequence in self._in_arena():
             self._store_prompt(sequence)
             if not sequence.answers and sequence.unfilled is None:
                 self.leave(sequence)
+
+    def _in_arena(self) -> list[Sequence]:
+        """Sequences in the arena, in order of arrival."""
+        return [each for each in self._order if each.stock is None]
 
     def _choose_repair(self) -> None:
         """Choose which reused tokens are computed again, for the first sequence that waits for that.
@@ -257,7 +267,7 @@ class Scheduler:
                 self._memory.arena.place(staged.between(first, node.end), node.segment.start)
         sequence.recomputed = chosen[chosen < limit]
         todo = np.union1d(live_positions(runs, limit), sequence.recomputed)
-        sequence.set_missing(todo[todo >= sequence.exact_tokens])
+        sequence.set_missing(todo)
         sequence.awaits_choice = False
 
     def _deliver(self, sequence: Sequence, error: Exception | None) -> None:
@@ -403,7 +413,7 @@ def _parts_for(sequence: Sequence, plan: ReusePlan) -> list[PlanPart]:
         segment = node.segment
         if node.is_private:
             segment.length, segment.missing = segment.capacity, np.arange(segment.capacity)
-            found.append(PlanPart.behind_prefix(plan, segment.position, node.end, segment.start))
+            found.append(PlanPart.any_kind(plan, segment.position, node.end, segment.start))
         else:
             segment.length = min(max(0, plan.prefix_end - segment.position), segment.capacity)
             found.append(PlanPart.exact(plan, segment.position, segment.end, segment.start))

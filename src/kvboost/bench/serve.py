@@ -46,7 +46,6 @@ from kvboost.bench.stream_client import Address, Reply, ask
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
 _START_S = 180.0
-RAG_FIELDS = {"mode": "chunk_kv_reuse", "logprobs": 2}  # the log-probabilities show where answers part
 _LONG_NEW_TOKENS = 8
 _STEADY_SEED = 1_000
 _WARM_UP = ("The first request pays for", "fresh memory, and so does", "the first batch of several.")
@@ -130,10 +129,18 @@ class _Bench:
         """A fresh server that has read the documents, under one load."""
         async with self._started(contestant) as address:
             await self._warm(address, documents)
-            return await self._send(address, contestant, load)
+            replies = await self._send(address, contestant, load)
+            if documents:  # again, and not timed: log-probabilities show later where answers part
+                again = await self._send(address, contestant, load, logprobs=2)
+                for reply, same in zip(replies, again, strict=True):
+                    reply.tokens = same.tokens if same.text == reply.text else []
+            return replies
 
-    async def _send(self, address: Address, contestant: Contestant, load: Sequence[Arrival]) -> list[Reply]:
-        fields = RAG_FIELDS if self._settings.documents else None
+    async def _send(
+        self, address: Address, contestant: Contestant, load: Sequence[Arrival], **fields: Any
+    ) -> list[Reply]:
+        if self._settings.documents:
+            fields["mode"] = "chunk_kv_reuse"
         return await send(address, contestant.model, load, self._settings.deadline_s, fields)
 
     @staticmethod

@@ -103,9 +103,15 @@ class Workload:
         return arrivals
 
     def reordered(self, documents: Sequence[str], draw: random.Random) -> str:
-        """The documents in a random order, and a question."""
-        question = self.text(self._text.fresh(draw.randint(*self._settings.tail_tokens)))
-        return "\n\n".join([*draw.sample(documents, len(documents)), question.strip()])
+        """The documents in a random order, behind a line of its own and before a question.
+
+        So no prompt begins like an earlier one: what is reused does not depend on who was answered when.
+        """
+        topic, question = (
+            self.text(self._text.fresh(tokens)).strip()
+            for tokens in (8, draw.randint(*self._settings.tail_tokens))
+        )
+        return "\n\n".join([topic, *draw.sample(documents, len(documents)), question])
 
     def long(self, tokens: int) -> str:
         """A long text that shares nothing with others."""

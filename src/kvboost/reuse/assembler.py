@@ -218,7 +218,7 @@ def parts_of(plan: ReusePlan, exact_already: int = 0, any_already: int = 0) -> l
     chain_start = max(plan.prefix_end, min(any_already, plan.chain_end))
     return [
         PlanPart.exact(plan, exact_already, plan.prefix_end, exact_already),
-        PlanPart.behind_prefix(plan, chain_start, plan.total, chain_start),
+        PlanPart.any_kind(plan, chain_start, plan.total, chain_start),
     ]
 
 

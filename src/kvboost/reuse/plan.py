@@ -201,9 +201,9 @@ class PlanPart(NamedTuple):
         return cls(cut_pieces(plan.pieces, start, end), slot - start)
 
     @classmethod
-    def behind_prefix(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PlanPart:
-        """Chain and moved text in `[start, end)`, placed from `slot` on."""
-        pieces = cut_pieces([*plan.chain_pieces, *plan.moved_pieces], start, end)
+    def any_kind(cls, plan: ReusePlan, start: int, end: int, slot: int) -> PlanPart:
+        """Prefix, chain and moved text in `[start, end)`, placed from `slot` on."""
+        pieces = cut_pieces([*plan.pieces, *plan.chain_pieces, *plan.moved_pieces], start, end)
         chain_start, chain_end = max(start, plan.prefix_end), min(end, plan.chain_end)
         overlays = plan.content.chain.overlays if chain_start < chain_end else ()
         return cls(pieces, slot - start, overlays, chain_start, chain_end)

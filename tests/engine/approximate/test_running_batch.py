@@ -155,7 +155,7 @@ def test_a_repaired_prompt_waits_for_the_exact_text_before_it(
     pay_always(monkeypatch)
     monkeypatch.setattr(Pace, "budget", lambda *_: 8)
     model, shelf = long_model(), documents(2, seed=43, low=90, high=120)
-    system = random_ids(60, seed=5)
+    system = random_ids(80, seed=5)
     prompts = [
         [*system, *joined(order), *random_ids(7, seed=6 + i)] for i, order in enumerate((shelf, shelf[::-1]))
     ]
@@ -171,7 +171,7 @@ def test_a_repaired_prompt_waits_for_the_exact_text_before_it(
     )
     assert first.cached_tokens == 0
     shared = [span for span in second.spans if span.origin is Origin.EXACT]
-    assert sum(span.length for span in shared) == 60
+    assert sum(span.length for span in shared) == 80
     fresh = shelf_engine(make_engine, shelf, model=model)
     fresh.warm(system)
     assert second.token_ids == fresh.generate(prompts[0], max_new_tokens=8).token_ids
