@@ -97,7 +97,9 @@ def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
     for part in serve_numbers.PARTS:
         assert part() in document, part.__name__
     assert reuse_numbers.machine("serve-cpu") in document
-    assert serve_numbers.readme_line() in README
+    assert reuse_numbers.machine("serve-rag-128-cpu") in document
+    for part in serve_numbers.README_LINES:
+        assert part() in README, part.__name__
     server = " ".join((ROOT / "docs" / "server.md").read_text().split())
     for part in (serve_numbers.soak_line, serve_numbers.hostile_line, serve_numbers.salts_line):
         assert " ".join(part().split()) in server, part.__name__

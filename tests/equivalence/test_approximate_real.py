@@ -13,6 +13,8 @@ import pytest
 from kvboost import KVBoost
 from kvboost.choices import Origin
 from kvboost.proof.quality import ReuseTrial
+from tests.checked_requests import read_request
+from tests.engine.test_scheduler import run
 from tests.equivalence.proofs import write_result
 from tests.texts import corpus, corpus_ids
 
@@ -57,8 +59,8 @@ def found_at_offsets(engine: KVBoost, offsets: int, longest: int) -> list[FoundC
         prompt = [*before, *document, *long_text(engine, 20, seed=7_000 + number)]
         matches = engine.cache_manager.match_content(prompt, engine.namespace(), start=0, end=len(prompt) - 1)
         inside = np.zeros(len(prompt), dtype=bool)
-        for run in matches.runs:
-            inside[run[0].start : run[-1].end] = True
+        for match in matches.runs:
+            inside[match[0].start : match[-1].end] = True
         found = int(inside[len(before) : len(before) + size].sum())
         cases.append(FoundCase(size, len(before), found))
     return cases
@@ -154,6 +156,36 @@ def mixed_requests(engine: KVBoost, count: int, longest: int, new_tokens: int) -
     return cases
 
 
+def mixed_in_a_batch(engine: KVBoost, count: int, longest: int, new_tokens: int) -> list[MixedCase]:
+    """The same, in one running batch: an approximate request and an exact one of every prompt, at once."""
+    shelf = documents(engine, 6, 90, longest, seed=52)
+    draw = random.Random(9)
+    for document in shelf:
+        engine.warm(document)
+    prompts = []
+    for number in range(count):
+        chosen = draw.sample(shelf, 3)
+        prompt = [token for document in chosen for token in document]
+        prompts.append(prompt + corpus_ids(engine.tokenizer, 12, seed=700 + number))
+    arrivals = []
+    for number, prompt in enumerate(prompts):
+        arrivals += [
+            (2 * number, read_request(engine, prompt, 4, "chunk_kv_reuse")),
+            (2 * number, read_request(engine, prompt, new_tokens)),
+        ]
+    heard = run(engine.core.scheduler(max_sequences=6, max_tokens=24_000), arrivals)
+    cases = []
+    for prompt, approximate, exact in zip(prompts, heard[::2], heard[1::2], strict=True):
+        assert approximate.result is not None
+        assert exact.result is not None
+        expected = engine.generate(prompt, max_new_tokens=new_tokens, mode="baseline")
+        assert {span.origin for span in exact.result.spans} <= {Origin.EXACT, Origin.LIVE}
+        reused = sum(s.length for s in approximate.result.spans if s.origin is not Origin.LIVE)
+        same = exact.result.token_ids == expected.token_ids
+        cases.append(MixedCase(reused, exact.result.cached_tokens, same))
+    return cases
+
+
 def check_mixed(cases: list[MixedCase]) -> dict[str, Any]:
     for case in cases:
         assert case.same_as_baseline, case
@@ -170,6 +202,17 @@ def test_exact_requests_stay_exact_among_approximate_ones(real: KVBoost) -> None
 def test_exact_requests_stay_exact_among_approximate_ones_full(real: KVBoost) -> None:
     cases = mixed_requests(real, 20, 600, new_tokens=32)
     write_result("proof-mixed-requests", check_mixed(cases), cases)
+
+
+@pytest.mark.exactness
+def test_exact_requests_stay_exact_in_the_running_batch(real: KVBoost) -> None:
+    check_mixed(mixed_in_a_batch(real, 3, 130, new_tokens=8))
+
+
+@pytest.mark.slow
+def test_exact_requests_stay_exact_in_the_running_batch_full(real: KVBoost) -> None:
+    cases = mixed_in_a_batch(real, 20, 600, new_tokens=32)
+    write_result("proof-mixed-batch", check_mixed(cases), cases)
 
 
 def test_a_chat_over_reordered_documents_is_repaired_once(real: KVBoost) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import CacheFileError, InvalidRequestError, PartialResultsError
+from kvboost.reuse.costs import CostEstimate
 from tests.checked_requests import read_request
 from tests.fuzz import reference
 from tests.fuzz.reference import Stock, Tally
@@ -115,7 +117,9 @@ class Alter:
     factor: float
 
 
-def asks(kinds: tuple[str, ...] = ("ids", "ids", "more", "more", "chat", "text")) -> st.SearchStrategy[Ask]:
+def asks(
+    kinds: tuple[str, ...] = ("ids", "ids", "more", "more", "moved", "chat", "text"),
+) -> st.SearchStrategy[Ask]:
     return st.builds(
         Ask,
         kind=st.sampled_from(kinds),
@@ -230,6 +234,9 @@ class Machine(RuleBasedStateMachine):
         self.chats: list[list[dict[str, str]]] = [[], [], []]
         self.unnoticed = False  # a part of a weight was written to, and the engines need not know yet
         self._threads = torch.get_num_threads()
+        # Prompts this short would be computed: then nothing would ever be repaired.
+        self._always = mock.patch.object(CostEstimate, "pays", property(lambda _self: True))
+        self._always.start()
         self._altered_for = 0
 
     def note(self, name: str, drawn: dict[str, Any]) -> None:
@@ -322,6 +329,9 @@ class Machine(RuleBasedStateMachine):
         if ask.kind == "chat" and "chat" in self.groups:
             messages = [*self.chats[ask.base], {"role": "user", "content": WORDS[ask.tail % len(WORDS)]}]
             return messages, self._chat_ids(engine, messages)
+        if ask.kind == "moved":
+            ids = [*random_ids(1 + ask.tail, 90 + ask.tail), *BASES[ask.base][: max(40, ask.cut)], *tail, 5]
+            return ids, ids
         if ask.kind == "more" and self.history:
             before = self.history[ask.base % len(self.history)]
             ids = before[: max(1, len(before) - ask.cut // 16)] + tail
@@ -748,28 +758,35 @@ class Machine(RuleBasedStateMachine):
     # --- the running batch ---------------------------------------------------------------------
 
     @needs("scheduler")
-    @step(which=WHICH, several=st.lists(asks(), min_size=1, max_size=2), new_tokens=st.integers(1, 6))
-    def join(self, which: int, several: list[Ask], new_tokens: int) -> None:
-        for ask in several:
-            self._join(self._pick(which), ask, new_tokens)
+    @step(
+        which=WHICH,
+        several=st.lists(asks(), min_size=1, max_size=2),
+        new_tokens=st.integers(1, 6),
+        repaired=st.integers(0, 2),
+    )
+    def join(self, which: int, several: list[Ask], new_tokens: int, repaired: int = 0) -> None:
+        """The first `repaired` of them may reuse moved text; the others must not notice."""
+        for number, ask in enumerate(several):
+            mode = GenerationMode.CHUNK_KV_REUSE if number < repaired else PREFIX
+            self._join(self._pick(which), ask, new_tokens, mode)
 
-    def _join(self, opened: Opened, ask: Ask, new_tokens: int) -> None:
+    def _join(self, opened: Opened, ask: Ask, new_tokens: int, mode: GenerationMode = PREFIX) -> None:
         engine = opened.engine
         prompt, ids = self._prompt(engine, ask)
         stock = self._stock(engine, ids, new_tokens)
-        request = self._ask(lambda: read_request(engine, prompt, new_tokens), stock)
+        request = self._ask(lambda: read_request(engine, prompt, new_tokens, mode), stock)
         if request is None:
             return
         if engine.core.parts.why_alone(request):
             result = self._ask(lambda: engine.core.alone.serve(request), stock)
-            if result is not None:
+            if result is not None and not _is_approximate(result):
                 self._check(opened, ids, result, stock, new_tokens)
             return
         if opened.scheduler is None:
             opened.scheduler = engine.core.scheduler(max_sequences=3, max_tokens=600)
         if not opened.scheduler.has_room(request):
             return
-        joined = Joined(ids, is_simple=not self.subject.fields)
+        joined = Joined(ids, is_simple=not self.subject.fields and mode is PREFIX)
         opened.joined.append(joined)
         with self._unharmed():
             opened.scheduler.join(request, joined)
@@ -1018,6 +1035,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "subject"):
             self.subject.close()
         torch.set_num_threads(self._threads)
+        self._always.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

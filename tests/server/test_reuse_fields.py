@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.engine.reuse_checks import documents, joined, pay_always, shelf_engine
@@ -31,6 +33,23 @@ def test_every_request_has_its_own_mode(server: Running) -> None:
     assert 0 < repaired["recomputed_tokens"] < repaired["cached_tokens"]
     plain = server.complete(PROMPT, max_tokens=4, temperature=0, mode="baseline")
     assert (plain["kvboost"]["mode"], plain["kvboost"]["cached_tokens"]) == ("baseline", 0)
+
+
+def test_exact_answers_among_repaired_ones(server: Running) -> None:
+    """Many clients at once: who asks for exact reuse gets the model's own answer."""
+    prompts = [[*random_ids(5, seed=80 + i), *joined(SHELF[:: 1 - 2 * (i % 2)]), i] for i in range(6)]
+    asked = [(prompt, mode) for prompt in prompts for mode in ("chunk_kv_reuse", "prefix_cache")]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        replies = list(
+            pool.map(lambda ask: server.complete(ask[0], max_tokens=6, temperature=0, mode=ask[1]), asked)
+        )
+    for (prompt, mode), reply in zip(asked, replies, strict=True):
+        if mode == "prefix_cache":
+            plain = server.complete(prompt, max_tokens=6, temperature=0, mode="baseline")
+            assert reply["choices"][0]["text"] == plain["choices"][0]["text"]
+            assert reply["kvboost"]["recomputed_tokens"] == 0
+        else:
+            assert reply["kvboost"]["cached_tokens"] > 200
 
 
 def test_ratio_and_selector(server: Running) -> None:
