@@ -52,6 +52,8 @@ bench: $(VENV)/.full
 	$(VENV)/bin/kvboost bench evaluation --questions 24 --rounds 3 --plain-rounds 1 --out benchmarks/results
 	$(VENV)/bin/kvboost bench peers --rounds 5 --plain-rounds 2 --documents 6 --document-tokens 400 --peers-dir $(PEERS) --out benchmarks/results
 	$(VENV)/bin/kvboost bench serve --requests 24 --peers-dir $(PEERS) --out benchmarks/results
+	$(VENV)/bin/kvboost bench serve --documents 6 --requests 24 --steady-requests 24 --out benchmarks/results
+	$(VENV)/bin/kvboost bench serve --documents 6 --requests 24 --new-tokens 128 --long-tokens 0 --out benchmarks/results
 	$(VENV)/bin/kvboost bench encoding --prompts 12 --prompt-tokens 1000 --out benchmarks/results
 
 # A part of the benchmarks that takes about five minutes.

@@ -173,9 +173,17 @@ METHODS: dict[str, Parameters] = {
 }
 
 KEYWORDS: dict[str, Parameters] = {  # keyword-only parameters of methods, with their defaults
-    "generate": {"cache_salt": None, "seed": None},
-    "generate_batch": {"mode": models.GenerationMode.PREFIX_CACHE},
-    "generate_many": {"mode": models.GenerationMode.PREFIX_CACHE},
+    "generate": {"cache_salt": None, "seed": None, "recompute_ratio": None, "selector": None},
+    "generate_batch": {
+        "mode": models.GenerationMode.PREFIX_CACHE,
+        "recompute_ratio": None,
+        "selector": None,
+    },
+    "generate_many": {
+        "mode": models.GenerationMode.PREFIX_CACHE,
+        "recompute_ratio": None,
+        "selector": None,
+    },
     "score": {"mode": models.GenerationMode.PREFIX_CACHE},
 }
 

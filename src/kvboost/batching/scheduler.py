@@ -200,15 +200,14 @@ class Scheduler:
 
     def _step_batch(self) -> None:
         """One step of the sequences in the arena: prefill and decode in one forward."""
-        self._choose_repair()
+        reading = self._choose_repair(self._turns.next(self._in_arena()))
         started = time.perf_counter()
         in_arena = self._memory.sequences
         decoding = sum(sequence.is_decoding for sequence in in_arena)
         budget = self._pace.budget(decoding, len(in_arena) - decoding)
-        reading = self._turns.next(self._in_arena())
         fills = fills_of(reading, budget)
         if first := sum(speaks_first(each, fills) for each in in_arena):  # their last tokens come on top
-            fills = fills_of(reading, max(1, budget - first))
+            fills = fills_of(reading, max(min(1, budget), budget - first))
         for sequence, fill in fills.values():
             sequence.computed_from = min(sequence.computed_from, fill.segment.end)
         prompt_tokens = sum(len(each.extension.token_ids) for each in fills.values())
@@ -232,12 +231,12 @@ class Scheduler:
         """Sequences in the arena, in order of arrival."""
         return [each for each in self._order if each.stock is None]
 
-    def _choose_repair(self) -> None:
+    def _choose_repair(self, reading: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
         """Choose which reused tokens are computed again, for the first sequence that waits for that.
 
-        One at a time: a strategy may run the model, and the others wait for it.
+        One at a time: a strategy may run the model, and the others wait for it. Returns those that are left.
         """
-        for sequence in self._memory.sequences:
+        for sequence in reading:
             node = sequence.unfilled
             if sequence.awaits_choice and node is not None and node.is_private:
                 try:
@@ -245,7 +244,9 @@ class Scheduler:
                 except Exception as error:  # a strategy of the caller's own, or OOM: the others go on
                     self._drop(sequence)
                     sequence.listener.failed(error)
-                return
+                    return [each for each in reading if each is not sequence]
+                break
+        return reading
 
     def _choose(self, sequence: Sequence) -> None:
         """Choose in a copy of the sequence's KV, in which its positions are slots, as strategies want it."""
