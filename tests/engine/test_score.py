@@ -12,6 +12,7 @@ from kvboost import GenerationMode, KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError
 from kvboost.models import ScoreResult
+from tests.engine.reuse_checks import pay_always
 from tests.fixture_types import MakeEngine
 from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
@@ -132,7 +133,7 @@ def test_approximate_reuse_scores_behind_moved_text(
 ) -> None:
     """With everything recomputed, moved text scores as if it had been read here."""
     engine = make_engine(recompute_ratio=1.0)
-    monkeypatch.setattr(engine.core.parts.approximation, "estimate", None)  # though it does not pay
+    pay_always(monkeypatch)
     document = random_ids(96, 5)
     engine.warm(document)
     pairs = [(random_ids(9, 60) + document + random_ids(20, 70), random_ids(5, 80))]

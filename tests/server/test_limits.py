@@ -226,7 +226,7 @@ def test_a_failure_of_the_librarys_own_is_in_the_log(
     def fail(*_: Any, **__: Any) -> None:
         raise KVBoostError("the index is broken")
 
-    monkeypatch.setattr(server.service.engine, "explain", fail)
+    monkeypatch.setattr(server.service.engine.core, "explain", fail)
     assert server.client.post("/v1/cache/explain", json={"prompt": "hi"}).status_code == 500
     assert "the index is broken" in caplog.text
 

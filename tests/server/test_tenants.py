@@ -393,11 +393,8 @@ def test_a_client_that_left_takes_no_place_while_another_runs_alone(
             server.until(lambda stats: (stats["waiting"], stats["cancelled"]) == (1, 2))
 
 
-@pytest.mark.parametrize("mode", ["chunk_kv_reuse", "baseline"])
-def test_what_runs_alone_need_not_fit_into_the_batch(
-    make_engine: MakeEngine, serve: Serve, mode: str
-) -> None:
-    server = serve(make_engine(), mode=mode, batch_tokens=128)
+def test_what_runs_alone_need_not_fit_into_the_batch(make_engine: MakeEngine, serve: Serve) -> None:
+    server = serve(make_engine(), mode="baseline", batch_tokens=128)
     assert server.complete("who are you? " * 60, max_tokens=1)["usage"]["prompt_tokens"] > 300
     assert server.post("/v1/cache/explain", prompt="who are you? " * 60)["prompt_tokens"] > 300
 

@@ -193,16 +193,15 @@ class Scheduler:
         self._check_model()
         for sequence in [each for each in self._order if each.stock is not None]:
             self._step_outside(sequence)
+        reading = self._choose_repair(self._turns.next(self._in_arena()))
         if self._memory.sequences:
-            self._step_batch()
+            self._step_batch(reading)
         else:
             self.counts.steps += 1
 
-    def _step_batch(self) -> None:
-        """One step of the sequences in the arena: prefill and decode in one forward."""
-        reading = self._choose_repair(self._turns.next(self._in_arena()))
-        started = time.perf_counter()
-        in_arena = self._memory.sequences
+    def _step_batch(self, reading: abc.Sequence[Sequence]) -> None:
+        """One step of the sequences in the arena: prompts of `reading` and decode in one forward."""
+        started, in_arena = time.perf_counter(), self._memory.sequences
         decoding = sum(sequence.is_decoding for sequence in in_arena)
         budget = self._pace.budget(decoding, len(in_arena) - decoding)
         fills = fills_of(reading, budget)

@@ -73,7 +73,9 @@ def long_summary(without: Sequence[Reply], beside: Sequence[Reply], long: Reply)
 
 
 def targets(
-    servers: dict[str, dict[str, Any]], long: dict[str, Any] | None, least_over: Mapping[str, float]
+    servers: dict[str, dict[str, Any]],
+    long: dict[str, Any] | None,
+    least_over: Mapping[str, float] = LEAST_OVER,
 ) -> list[dict[str, Any]]:
     """What was to be reached, what was, and whether that is enough; only what was measured."""
     found = []

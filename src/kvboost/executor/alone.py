@@ -63,8 +63,9 @@ class AloneRunner:
     def _place(self, request: Request) -> tuple[ReusePlan, Arena]:
         """What is reused of the prompt, and an arena that holds it, with room for the rest and the answer."""
         parts = self._parts
+        repaired = parts.repair_of(request).label
         arena, exact, any_kind = parts.workspace.take(
-            request.needed, request.namespace.key, request.token_ids
+            request.needed, request.namespace.key, request.token_ids, repaired
         )
         return parts.loader.place(lambda: parts.planned(request), arena, exact, any_kind), arena
 
@@ -191,7 +192,8 @@ class AloneRunner:
         else:
             report = parts.writer.keep_approximate(ids, arena, request.namespace, plan, recomputed)
         if not report.is_refused:
-            parts.workspace.give_back(arena, request.namespace.key, ids, exact)
+            repaired = parts.repair_of(request).label
+            parts.workspace.give_back(arena, request.namespace.key, ids, exact, repaired)
             parts.loader.save_soon()
         return report
 

@@ -68,9 +68,9 @@ class EngineCore:
     def read(self, prompt: Prompt, arguments: Arguments) -> Request:
         """Check one request without running it."""
         started = time.perf_counter()
-        self.parts.approximation.repair(*arguments.repair)  # or why that cannot be had
+        repair = self.parts.approximation.repair(*arguments.repair)
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
-        return self.parts.requests.read(prompt, arguments, namespace, started)
+        return self.parts.requests.read(prompt, arguments, namespace, started, repair)
 
     def outcomes(
         self,
@@ -83,9 +83,9 @@ class EngineCore:
         """Check requests that have the same arguments, now, and answer them as they are taken."""
         started = time.perf_counter()
         workload.check_batch_tokens(max_batch_tokens)
-        self.parts.approximation.repair(*arguments.repair)
+        repair = self.parts.approximation.repair(*arguments.repair)
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
-        requests = self.parts.requests.read_all(prompts, arguments, namespace, started)
+        requests = self.parts.requests.read_all(prompts, arguments, namespace, started, repair)
         return self.workload.outcomes(
             requests, unshared_alone=unshared_alone, max_batch_tokens=max_batch_tokens
         )

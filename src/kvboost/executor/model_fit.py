@@ -120,8 +120,7 @@ class ModelFit:
         """Read the model's state as these requests begin: their KV belongs to it."""
         state = self.watch.read()
         for request in requests:
-            found = self._namespace_of(state, request.namespace.salt)
-            request.namespace = dataclasses.replace(found, repaired=request.repaired)
+            request.namespace = self._namespace_of(state, request.namespace.salt)
 
     def is_current(self, namespace: Namespace) -> bool:
         """Whether the model has not changed since `namespace` was read."""

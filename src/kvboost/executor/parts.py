@@ -30,7 +30,7 @@ from kvboost.reuse.assembler import PromptAssembler
 from kvboost.reuse.chunk_loader import ChunkLoader
 from kvboost.reuse.chunk_writer import ChunkWriter
 from kvboost.reuse.plan import ReusePlan
-from kvboost.reuse.policy import Approximation
+from kvboost.reuse.policy import Approximation, Repair
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import sampling
 from kvboost.settings import DEFAULT_MAX_KL, EngineSettings
@@ -154,9 +154,14 @@ class EngineParts:
         what = request.token_ids, request.namespace, request.limit
         return self.assembler.plan(*what, **self._planning(request))
 
+    def repair_of(self, request: Request) -> Repair:
+        """How moved text of a request is repaired: as it was when the request was read."""
+        repair: Repair | None = request.repair
+        return repair if repair is not None else self.approximation.repair()
+
     def _planning(self, request: Request) -> dict[str, Any]:
         """What a request's mode asks of its plan."""
-        repair = self.approximation.repair(*request.repair)
+        repair = self.repair_of(request)
         if request.mode is not GenerationMode.CHUNK_KV_REUSE:
             return {"mode": AssemblyMode.PREFIX_ONLY, "repair": repair}
         refusal = self.approximation.refusal(len(request.prompt), repair)

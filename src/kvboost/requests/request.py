@@ -62,7 +62,8 @@ class Arguments:
 class Request:
     """A checked request: its tokens, its options, and the namespace its KV belongs to.
 
-    `index` is its number among those that came together.
+    `index` is its number among those that came together, `repair` how its moved text is repaired; None = as
+    the engine does it.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Request:
         namespace: Namespace,
         started: float,
         index: int = 0,
-        repair: RepairOptions = (None, None),
+        repair: Any = None,
     ) -> None:
         self.prompt = prompt
         self.mode = mode
@@ -92,11 +93,6 @@ class Request:
     def needed(self) -> int:
         """Positions of the prompt with its answer."""
         return len(self.prompt) + self.options.max_new_tokens
-
-    @property
-    def repaired(self) -> str:
-        """How its approximate chain is repaired, where that is not as the engine's options say."""
-        return " ".join(str(option) for option in self.repair if option is not None)
 
     @property
     def limit(self) -> int:
@@ -257,13 +253,20 @@ class RequestReader:
         """Positions that the model has."""
         return self._max_positions
 
-    def read(self, prompt: Prompt, arguments: Arguments, namespace: Namespace, started: float) -> Request:
+    def read(
+        self, prompt: Prompt, arguments: Arguments, namespace: Namespace, started: float, repair: Any = None
+    ) -> Request:
         """One request, called at `started`."""
         mode, options = self._checked(arguments)
-        return self._request(prompt, namespace, mode, options, started, arguments.repair)
+        return self._request(prompt, namespace, mode, options, started, repair)
 
     def read_all(
-        self, prompts: Sequence[Prompt], arguments: Arguments, namespace: Namespace, started: float
+        self,
+        prompts: Sequence[Prompt],
+        arguments: Arguments,
+        namespace: Namespace,
+        started: float,
+        repair: Any = None,
     ) -> list[Request]:
         """Requests with the same arguments, called together at `started`; number i draws from `seed` + i.
 
@@ -283,7 +286,7 @@ class RequestReader:
             if arguments.seed is not None:
                 own = dataclasses.replace(options, seed=(arguments.seed + index) % _MAX_SEED)
             try:
-                request = self._request(prompt, namespace, mode, own, started, arguments.repair, index)
+                request = self._request(prompt, namespace, mode, own, started, repair, index)
                 requests.append(request)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
@@ -343,7 +346,7 @@ class RequestReader:
         mode: GenerationMode,
         options: GenerationOptions,
         started: float,
-        repair: RepairOptions,
+        repair: Any,
         index: int = 0,
     ) -> Request:
         tokens = self._prompts.read(prompt, namespace.salt)

@@ -101,6 +101,8 @@ class PromptAssembler:
         *,
         hold: bool,
     ) -> ReusePlan:
+        if repair is not None:
+            namespace = replace(namespace, repaired=repair.label)
         match = self._manager.match_prefix(token_ids, namespace, hold=hold)
         exact = replace(self._prefix_plan(match, len(token_ids), limit, refusal), repair=repair)
         if (mode or self.mode) is AssemblyMode.PREFIX_ONLY or self._rotation is None or refusal:

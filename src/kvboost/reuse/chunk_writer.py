@@ -9,6 +9,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -128,6 +129,8 @@ class ChunkWriter:
 
         `recomputed` `[n]` are the reused positions that repair computed again.
         """
+        if plan.repair is not None:
+            namespace = replace(namespace, repaired=plan.repair.label)
         exact_end = min(plan.first_approximate, len(token_ids))
         exact_report = self.keep(token_ids[:exact_end], kv, namespace)
         if exact_report.is_refused:
@@ -179,6 +182,7 @@ class ChunkWriter:
                 self._codec,
                 lambda positions: kv.gathered(torch.from_numpy(positions)),
                 namespace,
+                sources={piece.chunk.chunk_id: piece.chunk for piece in borrows},
             )
         except (RuntimeError, MemoryError) as error:
             self._manager.count_failure(f"{type(error).__name__} while storing")

@@ -28,6 +28,7 @@ class Repair:
     """A ratio and the strategies that go with it: requests in other threads see all of it or nothing."""
 
     ratio: float | None
+    label: str  # tells its approximate chains apart; empty where it is as the engine's options say
     no_ratio_reason: str
     costs: ForwardCosts
     for_moved_text: RepairStrategy
@@ -90,7 +91,8 @@ class Approximation:
         now = self._repair
         if ratio is None and selector is None:
             return now
-        if not isinstance(ratio, (int, float, type(None))) or isinstance(ratio, bool):
+        is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+        if ratio is not None and not (is_number and 0 <= ratio <= 1):
             raise InvalidRequestError(f"recompute_ratio must be a number from 0 to 1, got {ratio!r}")
         if not isinstance(selector, (str, type(None))):
             raise InvalidRequestError(f"selector must be text, got {selector!r}")
@@ -103,8 +105,10 @@ class Approximation:
         return self._with(replace(self._settings, **given), ratio, no_ratio_reason)
 
     def _with(self, settings: EngineSettings, ratio: float | None, no_ratio_reason: str) -> Repair:
+        own = (self._settings.recompute_ratio, self._settings.selector)
         return Repair(
             ratio,
+            "" if (ratio, settings.selector) == own else f"{settings.selector} {ratio or 0.0:g}",
             no_ratio_reason,
             self._costs,
             strategies.for_moved_text(settings, ratio or 0.0),

@@ -26,6 +26,7 @@ class _Kept:
     namespace_key: str
     token_ids: np.ndarray  # of the positions that hold KV
     exact_tokens: int  # of them, the first ones that hold exact KV
+    repaired: str  # how the others were repaired
 
 
 class Workspace:
@@ -36,8 +37,13 @@ class Workspace:
         self._kept: _Kept | None = None
         self._lock = fork_safe_lock(around_data=True)
 
-    def take(self, capacity: int, namespace_key: str, token_ids: np.ndarray) -> tuple[Arena, int, int]:
-        """An arena for `capacity` tokens, and how many of `token_ids` it holds: exact ones, and any."""
+    def take(
+        self, capacity: int, namespace_key: str, token_ids: np.ndarray, repaired: str = ""
+    ) -> tuple[Arena, int, int]:
+        """An arena for `capacity` tokens, and how many of `token_ids` it holds: exact ones, and any.
+
+        Those that are not exact count only if they were `repaired` in the same way.
+        """
         capacity = -(-capacity // _ROUND_TOKENS) * _ROUND_TOKENS
         with self._lock:
             kept, self._kept = self._kept, None
@@ -53,7 +59,8 @@ class Workspace:
                 return self._new(capacity), 0, 0
             kept.arena.grow(capacity)
         kept.arena.set_length(0)
-        return kept.arena, min(common, kept.exact_tokens), common
+        exact = min(common, kept.exact_tokens)
+        return kept.arena, exact, common if kept.repaired == repaired else exact
 
     def _new(self, capacity: int) -> Arena:
         """A new arena; on a CPU with room for the next turn, so that it need not grow then."""
@@ -62,17 +69,22 @@ class Workspace:
         return Arena(self._layout, capacity + headroom)
 
     def give_back(
-        self, arena: Arena, namespace_key: str, token_ids: np.ndarray, exact_tokens: int | None = None
+        self,
+        arena: Arena,
+        namespace_key: str,
+        token_ids: np.ndarray,
+        exact_tokens: int | None = None,
+        repaired: str = "",
     ) -> None:
         """Keep `arena`, which holds KV of `token_ids`, for the next request.
 
-        The first `exact_tokens` of them are exact (None = all).
+        The first `exact_tokens` of them are exact (None = all), the others were `repaired` in this way.
         """
         if arena.batch != 1 or arena.nbytes > _limit_bytes(arena.slabs[0].device):
             return
         with self._lock:
             exact = len(token_ids) if exact_tokens is None else exact_tokens
-            self._kept = _Kept(arena, namespace_key, np.array(token_ids, dtype=np.int64), exact)
+            self._kept = _Kept(arena, namespace_key, np.array(token_ids, dtype=np.int64), exact, repaired)
 
     def drop(self) -> None:
         """Free the kept arena."""

@@ -162,7 +162,7 @@ Labels = Annotated[
 ]
 Penalty = Annotated[float, Between(-2, 2)]
 AnyPrompt = str | list[int] | list[dict[str, str]]
-Mode = Literal["baseline", "prefix_cache", "chunk_kv_reuse"]
+Mode = Literal["prefix_cache", "chunk_kv_reuse"]  # baseline runs alone: others would wait for its answers
 
 
 class Neutral(Body):
@@ -204,7 +204,7 @@ class Reuse(Body):
     """What may be reused for one request, and how it is repaired."""
 
     mode: Mode | None = Field(
-        None, description="What may be reused: nothing, an exact prefix, or text that has moved as well."
+        None, description="What may be reused: an exact prefix, or text that has moved as well."
     )
     recompute_ratio: Annotated[float, Between(0, 1)] | None = Field(
         None, description="The share of moved text that is computed again. Only with chunk_kv_reuse."

@@ -91,12 +91,17 @@ class ChunkStore:
 
     # --- readers, uses and pins ---------------------------------------------------------------
 
-    def hold(self, key: str) -> StoreEntry | None:
-        """Keep a chunk, and so all before it, from eviction; returns what is held. A root needs no hold."""
+    def hold(self, key: str, chunk: KeptChunk | None = None) -> StoreEntry | None:
+        """Keep a chunk, and so all before it, from eviction; returns what is held. A root needs no hold.
+
+        With `chunk`, only that one, or one that is exact: then equal text has equal KV.
+        """
         with self.lock:
             entry = self._pool.entries.get(key)
-            if entry is not None:
-                self._pool.shields.hold(entry)
+            is_other = entry is not None and chunk is not None and entry.chunk is not chunk
+            if entry is None or (is_other and self._pool.forest.namespace(entry.root_key).base):
+                return None
+            self._pool.shields.hold(entry)
             return entry
 
     def release(self, entry: StoreEntry) -> None:

@@ -196,11 +196,14 @@ class KVCacheManager:
         codec: KVCodec,
         extract: Callable[[np.ndarray], Packed],
         namespace: Namespace = ROOT,
+        *,
+        sources: Mapping[str, KeptChunk] | None = None,
     ) -> StoreReport:
         """Store a prompt that was put together from other chunks, so that its next turn finds it whole.
 
         Only what `composite` calls its own is kept again; the rest is borrowed, and the chain goes when
-        a donor goes. `extract(positions)` makes buffers `[heads, n, head_dim]` for positions `[n]`.
+        a donor goes. `extract(positions)` makes buffers `[heads, n, head_dim]` for positions `[n]`. `sources`
+        are the chunks that the KV came from: one of another request that has a donor's key by now is none.
         """
 
         def make(room: Room) -> KeptChunk:
@@ -215,7 +218,8 @@ class KVCacheManager:
             self._store.begin_storing(node)
             donors = composites.donors_of(self._store.chunks_of(walk.path)[0])
             donors |= {borrow.donor for borrow in rest.borrows}
-            held = [entry for key in donors if (entry := self._store.hold(key)) is not None]
+            of = sources or {}
+            held = [each for key in donors if (each := self._store.hold(key, of.get(key))) is not None]
         try:
             if walk.length * TOKEN_BYTES == len(raw):
                 report.present = 1

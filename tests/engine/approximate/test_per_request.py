@@ -87,8 +87,9 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute_ratio": 1.5}, "recompute_ratio must be from 0 to 1"),
-        ({"recompute_ratio": float("nan")}, "recompute_ratio must be from 0 to 1"),
+        ({"recompute_ratio": 1.5}, "recompute_ratio must be a number from 0 to 1"),
+        ({"recompute_ratio": 10**400}, "recompute_ratio must be a number from 0 to 1"),
+        ({"recompute_ratio": float("nan")}, "recompute_ratio must be a number from 0 to 1"),
         ({"recompute_ratio": "auto"}, "recompute_ratio must be a number from 0 to 1"),
         ({"recompute_ratio": True}, "recompute_ratio must be a number from 0 to 1"),
         ({"selector": "best"}, 'selector must be "guided" or "deviation"'),
@@ -111,3 +112,35 @@ def test_what_cannot_be_had_is_refused(
 def test_many_prompts_of_one_call(engine: KVBoost, call: str) -> None:
     (result,) = CALLS[call](engine, PROMPT, mode="chunk_kv_reuse", recompute_ratio=0.4)
     assert 0.35 < result.recomputed_tokens / approximate_tokens(result) < 0.45
+
+
+def test_an_arena_that_was_repaired_otherwise_is_no_chain(engine: KVBoost) -> None:
+    """The last request's arena holds the same text, repaired less: the chain comes from the store."""
+    first = engine.generate(PROMPT, max_new_tokens=4, recompute_ratio=1.0)
+    engine.generate(PROMPT, max_new_tokens=4, recompute_ratio=0.0)
+    following = [*PROMPT, *first.token_ids, *random_ids(9, seed=3)]
+    again = engine.generate(following, max_new_tokens=8, recompute_ratio=1.0)
+    assert chain_tokens(again) > 200
+    assert again.token_ids == engine.generate(following, max_new_tokens=8, mode="baseline").token_ids
+
+
+def test_equal_ratios_share_their_chains(engine: KVBoost) -> None:
+    engine.generate(PROMPT, max_new_tokens=4, recompute_ratio=1)
+    assert chain_tokens(engine.generate([*PROMPT, 7], max_new_tokens=2, recompute_ratio=1.0)) > 200
+    engine.generate(PROMPT, max_new_tokens=4)
+    own = engine.settings.recompute_ratio
+    assert isinstance(own, float)
+    found = engine.generate([*PROMPT, 8], max_new_tokens=2, recompute_ratio=own, selector="guided")
+    assert chain_tokens(found) > 200
+
+
+def test_chains_of_another_calibration_are_left_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pay_always(monkeypatch)
+    engine = shelf_engine(make_engine, SHELF, model=long_model(), recompute_ratio="auto", max_kl=0.1)
+    engine.core.parts.approximation.use_ratio(0.0, "")
+    engine.generate(PROMPT, max_new_tokens=4)
+    assert chain_tokens(engine.generate([*PROMPT, 7], max_new_tokens=2)) > 200
+    engine.core.parts.approximation.use_ratio(1.0, "")
+    assert chain_tokens(engine.generate([*PROMPT, 8], max_new_tokens=2)) == 0

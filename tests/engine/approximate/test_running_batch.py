@@ -17,6 +17,7 @@ from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
 from tests.checked_requests import read_request
 from tests.engine.reuse_checks import (
     approximate_tokens,
+    chain_tokens,
     check_exact_tree,
     check_spans,
     check_store,
@@ -240,3 +241,29 @@ def test_a_chain_needs_no_repair(make_engine: MakeEngine, monkeypatch: pytest.Mo
     assert result.recomputed_tokens == 0
     assert approximate_tokens(result) > 200
     check_store(engines[1])
+
+
+def test_a_chain_never_borrows_another_requests_text(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between joining and leaving, a donor goes and equal text of another request takes its key."""
+    pay_always(monkeypatch)
+    first, second = documents(2, seed=41, low=100, high=120)
+    tail = random_ids(64, seed=77)
+    engine = shelf_engine(make_engine, [first])
+    engine.generate([*random_ids(5, seed=1), *first, *tail], 4)  # the tail is computed behind moved text
+    scheduler, heard = scheduler_of(engine), Heard()
+    prompt = [*random_ids(40, seed=2), *tail, *random_ids(40, seed=3)]
+    scheduler.join(asked(engine, prompt), heard)
+    while not heard.tokens:
+        scheduler.step()
+    engine.clear()
+    engine.warm(second)
+    engine.generate([*random_ids(70, seed=5), *second, *tail], 4)  # the same tail behind other text
+    while scheduler.sequences:
+        scheduler.step()
+    assert heard.result is not None
+    assert approximate_tokens(heard.result) > 48
+    following = engine.generate([*prompt, *heard.result.token_ids, *random_ids(20, seed=6)], 4)
+    assert chain_tokens(following) == 0
+    check_store(engine)
