@@ -9,7 +9,6 @@ from __future__ import annotations
 from kvboost.batching.radix_tree import Node, RadixTree
 from kvboost.batching.sequence import Sequence, prefill_tokens
 from kvboost.batching.slot_pool import SlotPool
-from kvboost.choices import GenerationMode
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout
 from kvboost.requests.request import Request
@@ -49,18 +48,15 @@ class BatchMemory:
 
     # --- coming and going --------------------------------------------------------------------
 
-    def has_room(self, request: Request, *, answers: bool, spare_sequences: int, spare_tokens: int) -> bool:
-        """Whether a request could join now, and leave so many sequences and tokens free for others."""
-        if len(self.sequences) >= self.max_sequences - spare_sequences:
-            return False
+    def has_room(self, request: Request, exact_tokens: int, *, answers: bool, spare_tokens: int) -> bool:
+        """Whether there are slots for a request, and `spare_tokens` more for others.
+
+        Behind its first `exact_tokens` tokens its path is private.
+        """
         reserved = sum(each.reserved for each in self.sequences)
         tokens = request.token_ids[: prefill_tokens(request, answers=answers)]
-        needed, there = self.radix_tree.room_for(
-            request.namespace.key,
-            tokens,
-            reserved,
-            may_be_private=request.mode is GenerationMode.CHUNK_KV_REUSE,
-        )
+        shared = _shared(exact_tokens, len(tokens))
+        needed, there = self.radix_tree.room_for(request.namespace.key, tokens, reserved, shared)
         return needed + spill_tokens(request, answers=answers) + spare_tokens <= there
 
     def enter(self, sequence: Sequence, exact_tokens: int) -> None:
@@ -70,10 +66,9 @@ class BatchMemory:
         """
         tokens = sequence.request.token_ids[: sequence.limit]
         key = sequence.request.namespace.key
-        is_private = exact_tokens < len(tokens)
-        shared = 0 if is_private and exact_tokens < _LEAST_BEFORE_PRIVATE else exact_tokens
+        shared = _shared(exact_tokens, len(tokens))
         sequence.node, sequence.in_place = self.radix_tree.enter(key, tokens[:shared])
-        if is_private:
+        if shared < len(tokens):
             try:
                 sequence.node = self.radix_tree.enter_private(sequence.node, tokens[shared:])
             except ValueError:
@@ -167,6 +162,11 @@ class BatchMemory:
         sequence.reserved = max(0, sequence.reserved - lane.length)
         sequence.lane = Segment(lane.start, LANE_TOKENS, sequence.segments, clean=True)
         assert sequence.lane.position == position + done
+
+
+def _shared(exact_tokens: int, tokens: int) -> int:
+    """How many of a prompt's `tokens` tokens, the first `exact_tokens` of them exact, others may find."""
+    return exact_tokens if exact_tokens >= min(_LEAST_BEFORE_PRIVATE, tokens) else 0
 
 
 def spill_tokens(request: Request, *, answers: bool) -> int:

@@ -46,5 +46,8 @@ class BatchContext(Protocol):
     def fit(self) -> ModelState:
         """What the model is now."""
 
+    def plan(self, request: Request) -> ReusePlan:
+        """What the cache holds of the prompt, to look at."""
+
     def planned(self, request: Request) -> AbstractContextManager[ReusePlan]:
         """What the cache holds of the prompt, kept there until the block ends."""

@@ -104,13 +104,13 @@ class RadixTree:
         return Found(node, len(node.tokens), at)
 
     def room_for(
-        self, namespace_key: str, tokens: np.ndarray, reserved: int, *, may_be_private: bool = False
+        self, namespace_key: str, tokens: np.ndarray, reserved: int, shared: int | None = None
     ) -> tuple[int, int]:
         """Slots that a path for `tokens` `[n]` needs, and how many could be taken beside `reserved` ones.
 
-        Of a path that may be private from anywhere on, nothing is counted as there.
+        It is private behind the first `shared` of them (None = none of it is).
         """
-        found = self.find(namespace_key, tokens[:0] if may_be_private else tokens)
+        found = self.find(namespace_key, tokens[:shared])
         own = {id(node) for node in found.node.path}
         idle = sum(
             len(node.tokens)

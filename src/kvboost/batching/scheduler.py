@@ -28,6 +28,7 @@ from kvboost.batching.pace import Pace
 from kvboost.batching.prefill import Turns, fills_of, speaks_first
 from kvboost.batching.radix_tree import RadixTree
 from kvboost.batching.sequence import Listener, Sequence, StockDecoder, prefill_tokens
+from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
 from kvboost.requests.prepared import CHANGED_REASON, LENGTH_REASON
 from kvboost.requests.request import Request
@@ -112,9 +113,11 @@ class Scheduler:
         self, request: Request, *, answers: bool = True, spare_sequences: int = 0, spare_tokens: int = 0
     ) -> bool:
         """Whether a request could join now, and leave so many sequences and tokens free for others."""
-        return self._memory.has_room(
-            request, answers=answers, spare_sequences=spare_sequences, spare_tokens=spare_tokens
-        )
+        if len(self._memory.sequences) >= self.max_sequences - spare_sequences:
+            return False
+        is_exact = request.mode is not GenerationMode.CHUNK_KV_REUSE
+        exact = len(request.token_ids) if is_exact else self._context.plan(request).first_approximate
+        return self._memory.has_room(request, exact, answers=answers, spare_tokens=spare_tokens)
 
     def join(
         self, request: Request, listener: Listener, *, answers: bool = True, tenant: str = ""
@@ -249,9 +252,8 @@ class Scheduler:
 
     def _choose(self, sequence: Sequence) -> None:
         """Choose in a copy of the sequence's KV, in which its positions are slots, as strategies want it."""
-        plan, limit = sequence.plan, sequence.limit
+        plan, limit, strategy = sequence.plan, sequence.limit, sequence.plan.strategy
         runs, ids = plan.repair_runs, sequence.request.token_ids
-        strategy = plan.strategy
         staged, kv = self._memory.staged(len(ids)), SequenceKV(self._memory.arena, sequence.node.segment)
         sequence.set_missing(_NO_POSITIONS)
         for run in runs:
@@ -318,14 +320,13 @@ class Scheduler:
         """Let a request go, with the answer that it has; what was computed is stored, its slots are free."""
         if sequence not in self._order:
             return
-        request = sequence.request
+        request, reader = sequence.request, self._context.reader
         decoded = sequence.sampler.decoded() if sequence.answers else decode.Decoded()
         finished_at = sequence.sampler.finished_at if sequence.answers else None
         if not decoded.token_ids:
             decoded.first_token_at = time.perf_counter()
         if sequence.answers and finished_at is None:
             decoded.finish_reason = "cancelled"
-        reader = self._context.reader
         text = reader.decode(decoded.token_ids) if decoded.token_ids else ""
         if decoded.token_ids and finished_at is not None:
             sequence.listener.token(decoded.token_ids[-1])

@@ -267,3 +267,16 @@ def test_a_chain_never_borrows_another_requests_text(
     following = engine.generate([*prompt, *heard.result.token_ids, *random_ids(20, seed=6)], 4)
     assert chain_tokens(following) == 0
     check_store(engine)
+
+
+def test_a_hot_prefix_is_shared_by_requests_that_may_repair(make_engine: MakeEngine) -> None:
+    """Their prompts have no moved text, so that they need room for their own ends only."""
+    system = random_ids(300, seed=3)
+    engine = make_engine(model=long_model())
+    engine.warm(system)
+    scheduler = scheduler_of(engine, max_sequences=6, max_tokens=500)
+    for number in range(6):
+        request = asked(engine, [*system, *random_ids(9, seed=number)])
+        assert scheduler.has_room(request)
+        scheduler.join(request, Heard())
+        check_slots(scheduler)
