@@ -471,7 +471,8 @@ def test_an_error_behind_a_comment_is_an_event(make_slow_engine: MakeEngine, ser
 
 
 def test_an_error_before_it_has_a_status(make_slow_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_slow_engine(0.05), max_sequences=1, timeout_s=0.4)
+    # A step takes so long that the second has no token before its own time is up.
+    server = serve(make_slow_engine(0.3), max_sequences=1, timeout_s=0.5)
     with raw_request(server, LONG):
         server.until(lambda stats: stats["running"] == 1)
         response = server.client.post("/v1/chat/completions", json={**LONG, "stream": True})

@@ -25,7 +25,7 @@ from kvboost.requests.request import Arguments, Request, ScoreRequest
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
 from kvboost.settings import EngineArguments, EngineSettings
 
-_RUNNING_BATCH_TOKENS = 65_536
+_RUNNING_BATCH_TOKENS = 32_768
 _MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
 
 
@@ -108,7 +108,7 @@ class EngineCore:
         """A running batch that requests join and leave at any step; drive it from one thread.
 
         It holds at most `max_sequences` requests (default 32, on a GPU 64) and the KV of `max_tokens`
-        tokens (default 65,536, or what a quarter of the free memory holds).
+        tokens (default 32,768, or what a quarter of the free memory holds).
         """
         parts = self.parts
         if max_sequences is None:
