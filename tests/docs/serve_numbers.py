@@ -27,13 +27,18 @@ def servers_table() -> str:
     return "\n".join(lines)
 
 
-def long_prompt_table() -> str:
-    found = record("serve-cpu")["long_prompt"]
+def long_prompt_table(name: str = "serve-cpu", what: str = "a long prompt is read") -> str:
+    found = record(name)["long_prompt"]
     lines = ["| gaps between tokens, ms | p50 | p95 | p99 |", "| --- | --- | --- | --- |"]
-    for name, label in (("without", "a steady load"), ("with", "the same while a long prompt is read")):
-        gaps = found[name]["then_ms"]
+    for part, label in (("without", "a steady load"), ("with", f"the same while {what}")):
+        gaps = found[part]["then_ms"]
         lines.append(f"| {label} | {gaps['p50']:.0f} | {gaps['p95']:,.0f} | {gaps['p99']:,.0f} |")
     return "\n".join(lines)
+
+
+def rag_long_table() -> str:
+    tokens = record("serve-rag-48-cpu")["long_prompt"]["long_prompt_tokens"]
+    return long_prompt_table("serve-rag-48-cpu", f"{tokens:,} tokens are repaired")
 
 
 def rag_table() -> str:
@@ -50,16 +55,6 @@ def rag_table() -> str:
             f"| {tokens} tokens | {both[0]:.1f} | {both[1]:.1f} | **{both[0] / both[1]:.1f} x** | {same} |"
         )
     return "\n".join(lines)
-
-
-def rag_long_line() -> str:
-    found = record("serve-rag-48-cpu")["long_prompt"]
-    without, beside = (found[name]["then_ms"]["p99"] for name in ("without", "with"))
-    return (
-        f"While a prompt of {found['long_prompt_tokens']:,} tokens, documents in a new order, is repaired "
-        f"amid a steady load, the gaps between the others' tokens are {beside:,.0f} ms at p99; without it "
-        f"{without:,.0f} ms."
-    )
 
 
 def rag_readme_line() -> str:
@@ -132,7 +127,7 @@ def salts_line() -> str:
     )
 
 
-PARTS = (servers_table, long_prompt_table, rag_table, rag_long_line)
+PARTS = (servers_table, long_prompt_table, rag_table, rag_long_table)
 README_LINES = (readme_line, rag_readme_line)
 
 if __name__ == "__main__":
