@@ -31,13 +31,18 @@ def joined(parts: Sequence[Sequence[int]]) -> list[int]:
     return [token for part in parts for token in part]
 
 
-def check_spans(result: GenerationResult) -> None:
-    """Spans cover the prompt, and the counts follow from them."""
+def check_covered(result: GenerationResult) -> None:
+    """Spans cover the prompt, in order and without gaps."""
     at = 0
     for span in result.spans:
         assert span.start == at < span.end
         at = span.end
     assert at == result.prompt_tokens
+
+
+def check_spans(result: GenerationResult) -> None:
+    """Spans cover the prompt, and the counts follow from them."""
+    check_covered(result)
     by_origin = {origin: sum(s.length for s in result.spans if s.origin is origin) for origin in Origin}
     assert result.cached_tokens == result.prompt_tokens - by_origin[Origin.LIVE]
     assert result.recomputed_tokens == by_origin[Origin.RECOMPUTED]

@@ -1,7 +1,7 @@
 """64 hostile clients, and one who asks short questions meanwhile: it hardly notices.
 
-`make test` has half a minute of it and looks at no times; `make soak` has ten, and does (KVBOOST_SOAK_MINUTES
-sets another time; the result is kept where it was at least ten).
+`make test` has half a minute of it, `make soak` ten (KVBOOST_SOAK_MINUTES sets another time; the result is
+kept where it was at least ten).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MODEL, ADMIN = "hostile", "root"
 SHORT_S = 40.0
 SETTLE_S = 5.0  # until all of them are at it
 ASKED = 20
+ATTACKS = 3
 MEDIAN_TIMES, WORST_TIMES = 3.0, 6.0  # of its time alone plus one step
 LOOK_S = 1.0
 MAX_GROWTH = 0.05
@@ -155,8 +156,18 @@ def check_times(found: dict[str, Any], summary: dict[str, Any]) -> None:
 @pytest.mark.real_model
 @pytest.mark.timed
 def test_a_short_request_among_hostile_clients(server: ServerProcess) -> None:
-    summary = check(asyncio.run(attacked(server, SHORT_S, rounds=1)), server)
-    assert summary["hostile"]["vanished"] > 0
+    """Answers must be right in every attack; the times in one of three, for other work may slow one down."""
+    for left in reversed(range(ATTACKS)):
+        found = asyncio.run(attacked(server, SHORT_S, rounds=1))
+        summary = check(found, server)
+        assert summary["hostile"]["vanished"] > 0
+        try:
+            check_times(found, summary)
+        except AssertionError:
+            if not left:
+                raise
+        else:
+            return
 
 
 @pytest.mark.soak

@@ -18,6 +18,7 @@ from tests.checked_requests import read_request
 from tests.engine.reuse_checks import (
     approximate_tokens,
     chain_tokens,
+    check_covered,
     check_exact_tree,
     check_spans,
     check_store,
@@ -129,7 +130,7 @@ def test_repaired_and_exact_requests_share_the_batch(
     results = results_of(run(scheduler, [arrivals[number] for number in order]))
     assert [result.token_ids for result in results] == [wanted[number] for number in order]
     for number, result in zip(order, results, strict=True):
-        check_spans_of_batch(result)
+        check_covered(result)
         if arrivals[number][1].mode.value == "prefix_cache":
             assert {span.origin for span in result.spans} <= {Origin.EXACT, Origin.LIVE}
         else:
@@ -139,14 +140,6 @@ def test_repaired_and_exact_requests_share_the_batch(
     )
     check_store(engine)
     check_exact_tree(engine)
-
-
-def check_spans_of_batch(result: GenerationResult) -> None:
-    at = 0
-    for span in result.spans:
-        assert span.start == at < span.end
-        at = span.end
-    assert at == result.prompt_tokens
 
 
 def test_a_repaired_prompt_waits_for_the_exact_text_before_it(
