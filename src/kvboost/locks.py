@@ -46,7 +46,10 @@ def undo_in_child(undo: Callable[[], None]) -> None:
 
 
 def _before_fork() -> None:
-    _taken_for_fork.extend(lock for lock in list(_around_data) if lock.acquire(timeout=_FORK_WAIT_S))
+    asked: set[Any] = set()
+    while left := set(_around_data) - asked:
+        asked |= left  # while it waits, another thread may make one more
+        _taken_for_fork.extend(lock for lock in left if lock.acquire(timeout=_FORK_WAIT_S))
 
 
 def _in_parent() -> None:

@@ -208,8 +208,8 @@ def work(seed):
 threads = [threading.Thread(target=work, args=(1_000 * number,)) for number in range(3)]
 for thread in threads:
     thread.start()
-for number in range(6):
-    time.sleep(0.1)
+for number in range(40):
+    time.sleep(0.02)
     child = os.fork()
     if child == 0:
         own = engine.model.config._attn_implementation == "sdpa"
@@ -224,11 +224,12 @@ for number in range(6):
         time.sleep(0.01)
     if status == (0, 0):
         os.kill(child, 9)
-    assert status == (child, 0), status
+    if status != (child, 0):
+        break
 stop.set()
 for thread in threads:
     thread.join()
-print("done")
+print("done" if status == (child, 0) else f"fork {number}: {status}")
 """
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -40,6 +41,16 @@ _PACKED_FOR_ROWS = 16  # the layout for so few is at least as good as the plain 
 _MEMORY_SHARE = 8  # packed by default if the copies take at most 1/8 of the machine's memory
 
 Operator = Callable[..., torch.Tensor]
+
+
+class _InOneDNN(threading.local):
+    """A lock per thread, held in oneDNN: a fork waits for it, since oneDNN's own stay held in a child."""
+
+    def __init__(self) -> None:
+        self.lock = locks.fork_safe_lock(around_data=True)
+
+
+_in_onednn = _InOneDNN()
 
 
 @cache
@@ -137,7 +148,7 @@ def packed_bytes(model: Any) -> int:
 def _pack_one(module: torch.nn.Linear, watch: ModelWatch) -> _Packed:
     order = _onednn_packing()
     assert order is not None  # a pack was wanted, so it is there
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _in_onednn.lock:
         packed = _Packed(order(module.weight.detach()), watch.checksum_of(module.weight))
     _PACKS[module] = packed
     return packed
@@ -192,10 +203,13 @@ class _Faster:
         if not used or rows.dtype is not torch.float32 or not _ACTIVE.get():
             return functional.linear(rows, self._module.weight, self._module.bias)
         if used == count:
-            return self._operator(rows, self._weight, self._bias, "none", [], "")
+            return self._compute(rows)
         padded = functional.pad(rows.reshape(count, -1), (0, 0, 0, used - count))
-        result = self._operator(padded, self._weight, self._bias, "none", [], "")
-        return result[:count].view(*rows.shape[:-1], -1)
+        return self._compute(padded)[:count].view(*rows.shape[:-1], -1)
+
+    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
+        with _in_onednn.lock:
+            return self._operator(rows, self._weight, self._bias, "none", [], "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _stock_forward(memo.get(id(self._module), self._module))
@@ -232,9 +246,9 @@ def faster(model: Any, *, was_read: bool = False) -> Iterator[None]:
                     if packed is not None and not packed.is_current(module, watch):
                         packed = _pack_one(module, watch)
                     weight = module.weight if packed is None else packed.weight
-                    module.__dict__["forward"] = _Faster(module, operator, weight)
                     changed.append(module)
-            _SWITCHED.update(changed)
+                    _SWITCHED.add(module)  # first: the child of a fork restores these
+                    module.__dict__["forward"] = _Faster(module, operator, weight)
         yield
     finally:
         _ACTIVE.reset(active)
