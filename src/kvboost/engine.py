@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost.batching import workload
+from kvboost.batching import many
 from kvboost.choices import GenerationMode, KVBits, choice
 from kvboost.choices import RecomputeStrategy as RecomputeStrategy
 from kvboost.compat import choose_device
@@ -175,7 +175,7 @@ class InferenceEngine:
         repair = (recompute_ratio, selector)
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
         outcomes = self.core.outcomes(prompts, arguments, max_batch_tokens, unshared_alone=False)
-        return workload.collected(outcomes, len(prompts))
+        return many.collected(outcomes, len(prompts))
 
     def generate_many(
         self,
@@ -200,7 +200,7 @@ class InferenceEngine:
         repair = (recompute_ratio, selector)
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
         outcomes = self.core.outcomes(prompts, arguments, max_batch_tokens, unshared_alone=True)
-        return workload.collected(workload.shown(outcomes, len(prompts), progress), len(prompts))
+        return many.collected(many.shown(outcomes, len(prompts), progress), len(prompts))
 
     def stream_many(
         self,
@@ -224,7 +224,7 @@ class InferenceEngine:
         repair = (recompute_ratio, selector)
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
         outcomes = self.core.outcomes(prompts, arguments, max_batch_tokens, unshared_alone=True)
-        return workload.streamed(outcomes, len(prompts))
+        return many.streamed(outcomes, len(prompts))
 
     def score(
         self,
@@ -241,11 +241,8 @@ class InferenceEngine:
         Prompts are stored, continuations are not. Text is encoded together with its prompt's, where that
         leaves the prompt's tokens as they are.
         """
-        requests = self.core.read_scores(prompts, continuations, mode, cache_salt, max_batch_tokens)
-        outcomes = self.core.scoring.outcomes(
-            requests, unshared_alone=False, max_batch_tokens=max_batch_tokens
-        )
-        return workload.collected(workload.shown(outcomes, len(requests), progress), len(requests))
+        outcomes = self.core.scores(prompts, continuations, mode, cache_salt, max_batch_tokens)
+        return many.collected(many.shown(outcomes, len(prompts), progress), len(prompts))
 
     # --- filling the cache, and one's own generate loop ---------------------------------------
 
@@ -333,7 +330,7 @@ class InferenceEngine:
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counters of the cache at this moment."""
-        batches = {"batches": dataclasses.asdict(self.core.batches.counts)}
+        batches = {"batches": dataclasses.asdict(self.core.many.counts)}
         return {**self.core.parts.stats(), **batches}
 
     def pin(self, text: Prompt, *, cache_salt: str | None = None) -> int:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
+from kvboost.batching.sequence import SHARED_REASON
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError, PartialResultsError
+from tests.engine.reuse_checks import pay_always
 from tests.fixture_types import MakeEngine
 from tests.forwards import count_fed, replace_forward
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, ROPE_RANGE, random_ids
@@ -168,7 +170,7 @@ def test_what_generate_stored_serves_a_batch(make_engine: MakeEngine) -> None:
     engine.warm(prompts[0][:64])
     results = engine.generate_batch(prompts, max_new_tokens=4)
     assert all(result.cached_tokens == 64 for result in results)
-    assert all(span.reason != "computed once for the batch" for result in results for span in result.spans)
+    assert all(span.reason != SHARED_REASON for result in results for span in result.spans)
 
 
 # --- options ---------------------------------------------------------------------------------
@@ -216,10 +218,12 @@ def test_processors_criteria_and_allowed_tokens_of_ones_own(make_engine: MakeEng
         asked.add(index)
         return [30 + index, 40 + index]
 
-    results = engine.generate_batch(prompts, max_new_tokens=4, prefix_allowed_tokens_fn=allowed)
-    assert asked == {0, 1, 2}
-    for index, result in enumerate(results):
-        assert set(result.token_ids) <= {30 + index, 40 + index}
+    for mode in ("prefix_cache", "baseline"):  # together, and each alone
+        asked.clear()
+        results = engine.generate_batch(prompts, 4, mode=mode, prefix_allowed_tokens_fn=allowed)
+        assert asked == {0, 1, 2}
+        for index, result in enumerate(results):
+            assert set(result.token_ids) <= {30 + index, 40 + index}
 
     def prefer_50(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, 50] += 1000
@@ -295,6 +299,54 @@ def test_chunk_reuse_finds_moved_text(make_engine: MakeEngine) -> None:
     results = engine.generate_many(prompts, max_new_tokens=3, mode="chunk_kv_reuse")
     origins = {span.origin for result in results for span in result.spans}
     assert origins & {Origin.APPROXIMATE, Origin.RECOMPUTED}
+
+
+@pytest.mark.parametrize("method", ["generate_batch", "generate_many"])
+def test_moved_text_is_repaired_together(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Each prompt gets the answer and the account that it gets alone, in as many forwards as one of them."""
+    pay_always(monkeypatch)
+    together, alone = make_engine(recompute_ratio=0.5), make_engine(recompute_ratio=0.5)
+    document = random_ids(96, 5)
+    prompts = [random_ids(9, 60 + i) + document + random_ids(20, 70 + i) for i in range(4)]
+    for engine in (together, alone):
+        engine.warm(document)
+    asked = {"max_new_tokens": 6, "mode": "chunk_kv_reuse"}
+    expected = [alone.generate(prompt, **asked) for prompt in prompts]
+    fed = count_fed(monkeypatch, together.model)
+    results = getattr(together, method)(prompts, **asked)
+    assert [result.token_ids for result in results] == [each.token_ids for each in expected]
+    assert [result.recomputed_tokens for result in results] == [each.recomputed_tokens for each in expected]
+    assert all(0 < result.recomputed_tokens < result.cached_tokens for result in results)
+    assert together.cache_stats()["batches"]["sequences"] == 4
+    assert sum(tokens == 4 for tokens in fed) == 5  # steps in which all four get their next token
+    check_accounts(results, prompts)
+
+
+def test_the_model_changes_between_two_answers(make_engine: MakeEngine) -> None:
+    """Whoever takes an answer may change the model; those without one begin anew."""
+    engine = make_engine()
+    prompts = ragged(4, 40, seed=36)
+    old = baseline(engine, prompts, max_new_tokens=9)
+    shortest, ends = 0, [2]
+
+    def ended(index: int, ids: torch.Tensor) -> list[int]:
+        is_over = index == shortest and len(ids) >= len(prompts[shortest]) + 2
+        return ends if is_over else [token for token in range(300) if token not in ends]
+
+    asked = {"max_new_tokens": 9, "eos_token_id": ends, "prefix_allowed_tokens_fn": ended}
+    found = {}
+    for index, result in engine.stream_many(prompts, **asked):
+        if not found:
+            with torch.no_grad():
+                engine.model.lm_head.weight.mul_(-1.0)
+        found[index] = result.token_ids
+    assert len(found[0]) == 3
+    for index in (1, 2, 3):
+        own = {**asked, "prefix_allowed_tokens_fn": lambda _, ids, i=index: ended(i, ids)}
+        expected = engine.generate(prompts[index], mode=BASELINE, **own).token_ids
+        assert found[index] == expected != old[index][: len(expected)]
 
 
 def test_bit_exact_engines_refuse_batches_and_run_many_alone(make_engine: MakeEngine) -> None:
@@ -373,7 +425,7 @@ def test_a_family_larger_than_a_batch_computes_its_prefix_once(
     fed = count_fed(monkeypatch, engine.model)
     results = engine.generate_many(prompts, max_new_tokens=3, max_batch_tokens=64 + 13 * 4)
     assert [result.token_ids for result in results] == expected
-    assert engine.cache_stats()["batches"]["batches"] >= 4
+    assert engine.cache_stats()["batches"]["sequences"] == 20
     tails = sum(len(prompt) - 64 for prompt in prompts)
     assert sum(fed) <= 64 + tails + sum(len(result.token_ids) - 1 for result in results)
 
@@ -381,7 +433,7 @@ def test_a_family_larger_than_a_batch_computes_its_prefix_once(
 def test_what_is_shared_between_groups_is_computed_once(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Families with a common start run next to each other, in batches of their own where they must."""
+    """Families with a common start join one after the other; there is room for two prompts at once."""
     engine = make_engine()
     root = random_ids(48, 1)
     prompts = [root + random_ids(32, 2 + i % 3) + random_ids(6, 100 + i) for i in range(12)]
@@ -390,7 +442,7 @@ def test_what_is_shared_between_groups_is_computed_once(
     fed = count_fed(monkeypatch, engine.model)
     results = engine.generate_many(prompts, max_new_tokens=3, max_batch_tokens=48 + 32 + 9 * 4)
     assert [result.token_ids for result in results] == expected
-    assert engine.cache_stats()["batches"]["batches"] == 3
+    assert engine.cache_stats()["batches"]["sequences"] == 12
     assert sum(fed) == 48 + 3 * 32 + 12 * 6 + sum(len(result.token_ids) - 1 for result in results)
 
 

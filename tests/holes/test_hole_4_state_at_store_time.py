@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from kvboost.batching.scheduler import Scheduler
 from kvboost.models import GenerationResult
 from tests.checked_requests import read_request
 from tests.fixture_types import MakeEngine
@@ -219,16 +220,14 @@ def test_a_running_batch_on_a_model_that_nothing_is_known_of(make_engine: MakeEn
     exact_everywhere(engine, [PROMPT, PROMPT[:20]])
 
 
-def test_a_score_while_the_model_changes(make_engine: MakeEngine) -> None:
+def test_a_score_while_the_model_changes(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    scores = engine.core.batches.score
+    step = Scheduler.step
 
-    def changing(requests: Any) -> Any:
-        found = scores(requests)
-        yield next(found)
+    def changing(scheduler: Scheduler) -> None:
+        step(scheduler)
         change(engine.model)
-        yield from found
 
-    engine.core.scoring._together = changing
+    monkeypatch.setattr(Scheduler, "step", changing)
     engine.score([PROMPT, PROMPT[:40]], [[5, 6], [7]])
     exact_everywhere(engine, [PROMPT, PROMPT[:40]])

@@ -10,7 +10,6 @@ from kvboost.batching.radix_tree import Node, RadixTree
 from kvboost.batching.sequence import Sequence, prefill_tokens
 from kvboost.batching.slot_pool import SlotPool
 from kvboost.kv.arena import Arena
-from kvboost.kv.layout import KVLayout
 from kvboost.requests.request import Request
 from kvboost.run.packed_step import Segment
 
@@ -23,12 +22,16 @@ _TAIL_SHARE = 2  # the end of a prompt is pulled into its lane where it is at mo
 
 
 class BatchMemory:
-    """Slots for `max_sequences` lanes, and for `max_tokens` tokens of prompts and of longer answers."""
+    """Slots for lanes of `lane_tokens`, and for `max_tokens` tokens of prompts and of longer answers.
 
-    def __init__(self, layout: KVLayout, max_sequences: int, max_tokens: int) -> None:
+    There is a lane for each of `max_sequences`; `arena` has as many slots as that takes, or more.
+    """
+
+    def __init__(self, arena: Arena, max_sequences: int, max_tokens: int, lane_tokens: int) -> None:
         self.max_sequences = max_sequences
         self.max_tokens = max_tokens
-        self.arena = Arena(layout, self.lane_slots + max_tokens)
+        self.lane_tokens = lane_tokens
+        self.arena = arena
         self.radix_tree = self._empty_tree()
         self.sequences: list[Sequence] = []  # by lane
         self._staging: Arena | None = None
@@ -41,7 +44,7 @@ class BatchMemory:
     @property
     def lane_slots(self) -> int:
         """Slots of all lanes; the pool of the radix tree begins behind them."""
-        return self.max_sequences * LANE_TOKENS
+        return self.max_sequences * self.lane_tokens
 
     def _empty_tree(self) -> RadixTree:
         return RadixTree(SlotPool(self.lane_slots, self.lane_slots + self.max_tokens))
@@ -57,7 +60,7 @@ class BatchMemory:
         tokens = request.token_ids[: prefill_tokens(request, answers=answers)]
         shared = _shared(exact_tokens, len(tokens))
         needed, there = self.radix_tree.room_for(request.namespace.key, tokens, reserved, shared)
-        return needed + spill_tokens(request, answers=answers) + spare_tokens <= there
+        return needed + self.spill_tokens(request, answers=answers) + spare_tokens <= there
 
     def enter(self, sequence: Sequence, exact_tokens: int) -> None:
         """Give a sequence its path in the radix tree; behind `exact_tokens` tokens no other may find it.
@@ -89,10 +92,10 @@ class BatchMemory:
 
     def add_lane(self, sequence: Sequence) -> None:
         """Give a sequence that has entered the next lane."""
-        sequence.reserved = spill_tokens(sequence.request, answers=sequence.answers)
-        start = len(self.sequences) * LANE_TOKENS
-        self.arena.clear(start, start + LANE_TOKENS)  # read under a mask, which does not stop a NaN
-        sequence.lane = Segment(start, LANE_TOKENS, sequence.segments, clean=True)
+        sequence.reserved = self.spill_tokens(sequence.request, answers=sequence.answers)
+        start = len(self.sequences) * self.lane_tokens
+        self.arena.clear(start, start + self.lane_tokens)  # read under a mask, which does not stop a NaN
+        sequence.lane = Segment(start, self.lane_tokens, sequence.segments, clean=True)
         self.sequences.append(sequence)
 
     def free(self, sequence: Sequence) -> None:
@@ -103,14 +106,18 @@ class BatchMemory:
         at, last = self.sequences.index(sequence), self.sequences.pop()
         if last is not sequence:
             self.sequences[at] = last
-            self.arena.move(last.lane.start, at * LANE_TOKENS, last.lane.length)
-            self.arena.clear(at * LANE_TOKENS + last.lane.length, (at + 1) * LANE_TOKENS)
-            last.lane.start = at * LANE_TOKENS
+            self.arena.move(last.lane.start, at * self.lane_tokens, last.lane.length)
+            self.arena.clear(at * self.lane_tokens + last.lane.length, (at + 1) * self.lane_tokens)
+            last.lane.start = at * self.lane_tokens
 
     def reset(self) -> None:
         """Forget all sequences and all text, in use or not."""
         self.sequences = []
         self.radix_tree = self._empty_tree()
+
+    def spill_tokens(self, request: Request, *, answers: bool) -> int:
+        """Slots beside its lane that a request's answer may need."""
+        return spill_tokens(request, self.lane_tokens) if answers else 0
 
     # --- lanes -------------------------------------------------------------------------------
 
@@ -130,9 +137,9 @@ class BatchMemory:
         """
         sequence.tail_pulled = True
         own: list[Node] = []
-        count = 0
+        count, most = 0, _most_pulled(sequence.request, self.lane_tokens)
         for node in sequence.node.path[::-1]:
-            if node.users > 1 or count + len(node.tokens) > LANE_TOKENS // _TAIL_SHARE:
+            if node.users > 1 or count + len(node.tokens) > most:
                 break
             own.insert(0, node)
             count += len(node.tokens)
@@ -145,7 +152,7 @@ class BatchMemory:
             self.arena.move(node.segment.start, at, len(node.tokens))
             at += len(node.tokens)
         sequence.node = self.radix_tree.release(own)
-        sequence.lane = Segment(lane.start, LANE_TOKENS, sequence.segments, clean=True)
+        sequence.lane = Segment(lane.start, self.lane_tokens, sequence.segments, clean=True)
         sequence.lane.length = count + lane.length
 
     def _spill(self, sequence: Sequence) -> None:
@@ -160,7 +167,7 @@ class BatchMemory:
             sequence.spilled.append(part)
             done += end - start
         sequence.reserved = max(0, sequence.reserved - lane.length)
-        sequence.lane = Segment(lane.start, LANE_TOKENS, sequence.segments, clean=True)
+        sequence.lane = Segment(lane.start, self.lane_tokens, sequence.segments, clean=True)
         assert sequence.lane.position == position + done
 
 
@@ -169,8 +176,12 @@ def _shared(exact_tokens: int, tokens: int) -> int:
     return exact_tokens if exact_tokens >= min(_LEAST_BEFORE_PRIVATE, tokens) else 0
 
 
-def spill_tokens(request: Request, *, answers: bool) -> int:
+def _most_pulled(request: Request, lane_tokens: int) -> int:
+    """How long the end of a prompt may be that is pulled into a lane."""
+    return max(lane_tokens // _TAIL_SHARE, lane_tokens - request.options.max_new_tokens)
+
+
+def spill_tokens(request: Request, lane_tokens: int) -> int:
     """Slots beside its lane that an answer may need."""
-    if not answers:
-        return 0
-    return (request.options.max_new_tokens + LANE_TOKENS // _TAIL_SHARE) // LANE_TOKENS * LANE_TOKENS
+    in_lane = request.options.max_new_tokens + _most_pulled(request, lane_tokens)
+    return (-(-in_lane // lane_tokens) - 1) * lane_tokens

@@ -14,8 +14,8 @@ from kvboost.kv.layout import KVLayout
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request
 from kvboost.reuse.chunk_loader import ChunkLoader
-from kvboost.reuse.chunk_writer import ChunkWriter
 from kvboost.reuse.plan import ReusePlan
+from kvboost.reuse.recorder import Recorder
 from kvboost.reuse.workspace import Workspace
 from kvboost.store.manager import KVCacheManager
 
@@ -38,7 +38,7 @@ class BatchContext(Protocol):
     layout: KVLayout
     manager: KVCacheManager
     loader: ChunkLoader
-    writer: ChunkWriter
+    recorder: Recorder
     workspace: Workspace
     reader: PromptReader
 

@@ -6,6 +6,7 @@ Knows how long steps took, no sequences.
 from __future__ import annotations
 
 _MAX_BUDGET = {False: 256, True: 2048}  # prompt tokens of one step, on a CPU and on a GPU
+_OFFLINE_BUDGET = {False: 2048, True: 8192}  # where nobody waits for single tokens
 _MIN_BUDGET = 16
 # How many times as long a step may take for the prompt tokens in it: the first, and up to the second where
 # sequences in prefill outnumber those that decode.
@@ -16,16 +17,19 @@ _MEMORY = 0.8  # weight of earlier measurements in the running means
 
 
 class Pace:
-    """The budget of prompt tokens for each step, by how long steps took before."""
+    """The budget of prompt tokens for each step, by how long steps took before; `offline`, the largest."""
 
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._most = _MAX_BUDGET[on_gpu]
+    def __init__(self, *, on_gpu: bool, offline: bool = False) -> None:
+        self._offline = offline
+        self._most = (_OFFLINE_BUDGET if offline else _MAX_BUDGET)[on_gpu]
         self._step_s = 0.0  # of a step without prompt tokens
         self._mixed_steps = 0  # since the last step without prompt tokens
         self.token_s = 0.0  # of a prompt token, as measured
 
     def budget(self, decoding: int, waiting: int) -> int:
         """Prompt tokens for the next step, in which `decoding` sequences get a token; `waiting` have none."""
+        if self._offline:
+            return self._most
         if decoding and self._mixed_steps >= _MEASURE_EVERY:
             return 0  # how long a step takes without prompt tokens may have changed
         allowed = float(self._most)

@@ -1,20 +1,18 @@
-"""What prompts have in common: shared prefixes, groups, and the order in which to run many of them.
+"""What prompts have in common: shared prefixes, groups, and an order in which like ones are adjacent.
 
 Knows tokens, no model and no cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvboost.models import PastKVType, TokenIds, chained_hash
 
-# A shared prefix of at least this many tokens is a branch of its own.
+# A shared prefix of fewer tokens is not worth a node of its own.
 MIN_SHARED_TOKENS = 16
 
 
@@ -72,128 +70,7 @@ def common_tokens(first: np.ndarray, second: np.ndarray) -> int:
     return int(np.argmax(differs)) if differs.any() else size
 
 
-# --- trees -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Branch:
-    """Positions `[start, end)` that `sequences` (indices) share, behind those of `parent`."""
-
-    start: int
-    end: int
-    sequences: tuple[int, ...]
-    parent: Branch | None = None
-
-    @property
-    def path(self) -> tuple[Branch, ...]:
-        """The branch and all before it, from the root."""
-        path = [self]
-        while (parent := path[-1].parent) is not None:
-            path.append(parent)
-        return tuple(path[::-1])
-
-
-@dataclass(frozen=True)
-class Forest:
-    """The prefixes that sequences share, as a forest of branches.
-
-    In `order`, sequences that share the most are adjacent; `branch_of` has each one's last branch. In
-    `branches`, parents come before their children.
-    """
-
-    order: tuple[int, ...]
-    branches: tuple[Branch, ...]
-    branch_of: dict[int, Branch | None]
-
-    def start_of(self, index: int) -> int:
-        """Where the sequence's own tokens begin."""
-        branch = self.branch_of[index]
-        return branch.end if branch is not None else 0
-
-    def slots(self, lengths: Sequence[int]) -> int:
-        """Tokens of KV for sequences of `lengths` tokens each, with lanes of one size."""
-        lane = max((lengths[index] - self.start_of(index) for index in self.order), default=0)
-        return lane * len(self.order) + sum(branch.end - branch.start for branch in self.branches)
-
-
 def sorted_by_tokens(token_ids: Sequence[np.ndarray]) -> list[int]:
     """Indices of prompts `[tokens]`, so that those that share the most are adjacent."""
     keys = [ids.astype(">u4").tobytes() for ids in token_ids]
     return sorted(range(len(keys)), key=keys.__getitem__)
-
-
-def plan_forest(token_ids: Sequence[np.ndarray], limits: Sequence[int]) -> Forest:
-    """What the prompts share, as branches; of prompt i at most the first `limits[i]` tokens.
-
-    Linear in the tokens. Shared parts shorter than `MIN_SHARED_TOKENS` stay with their sequences.
-    """
-    order = sorted_by_tokens(token_ids)
-    shared = _shared_with_next(order, token_ids, limits)
-    branches: list[Branch] = []
-    branch_of: dict[int, Branch | None] = {}
-    pending: list[tuple[int, int, Branch | None]] = [(0, len(order), None)] if order else []
-    while pending:
-        first, last, parent = pending.pop()
-        if last - first == 1:
-            branch_of[order[first]] = parent
-            continue
-        start = parent.end if parent is not None else 0
-        common = min(shared[first : last - 1])
-        branch = parent
-        if common - start >= MIN_SHARED_TOKENS:
-            branch = Branch(start, common, tuple(order[first:last]), parent)
-            branches.append(branch)
-        cuts = [index + 1 for index in range(first, last - 1) if shared[index] == common]
-        pending += [(left, right, branch) for left, right in pairwise([first, *cuts, last])][::-1]
-    return Forest(tuple(order), tuple(branches), branch_of)
-
-
-def _shared_with_next(
-    order: Sequence[int], token_ids: Sequence[np.ndarray], limits: Sequence[int]
-) -> list[int]:
-    return [
-        min(common_tokens(token_ids[left], token_ids[right]), limits[left], limits[right])
-        for left, right in pairwise(order)
-    ]
-
-
-def split_into_batches(
-    token_ids: Sequence[np.ndarray],
-    limits: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    max_tokens: int,
-    max_sequences: int,
-    unshared_alone: bool,
-) -> Iterator[list[int]]:
-    """Indices of prompts that run together: adjacent in sorted order, each batch within its bounds.
-
-    `lengths` are prompts with their answers. A batch has at least one prompt, however long. Cuts are made
-    where adjacent prompts share little. With `unshared_alone`, a prompt that shares fewer than
-    `MIN_SHARED_TOKENS` tokens with any other has a batch of its own.
-    """
-    order = sorted_by_tokens(token_ids)
-    shared = [0, *_shared_with_next(order, token_ids, limits), 0]
-    if unshared_alone:
-        alone = [
-            place for place in range(len(order)) if max(shared[place], shared[place + 1]) < MIN_SHARED_TOKENS
-        ]
-        yield from ([order[place]] for place in alone)
-        together = sorted(set(range(len(order))) - set(alone))
-        order, shared = [order[place] for place in together], [shared[place] for place in together] + [0]
-    start = 0
-    while start < len(order):
-        size = min(max_sequences, len(order) - start)
-        while size > 1 and _slots(order[start : start + size], token_ids, limits, lengths) > max_tokens:
-            size -= max(1, size // 4)
-        if start + size < len(order):
-            size = max(range(size // 2 + 1, size + 1), key=lambda n: (-shared[start + n], n))
-        yield order[start : start + size]
-        start += size
-
-
-def _slots(
-    indices: Sequence[int], token_ids: Sequence[np.ndarray], limits: Sequence[int], lengths: Sequence[int]
-) -> int:
-    forest = plan_forest([token_ids[index] for index in indices], [limits[index] for index in indices])
-    return forest.slots([lengths[index] for index in indices])

@@ -22,24 +22,23 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvboost.batching.batch_memory import BatchMemory, spill_tokens
+from kvboost.batching.batch_memory import BatchMemory
 from kvboost.batching.context import BatchContext
 from kvboost.batching.pace import Pace
 from kvboost.batching.prefill import Turns, fills_of, speaks_first
 from kvboost.batching.radix_tree import RadixTree
-from kvboost.batching.sequence import Listener, Sequence, StockDecoder, prefill_tokens
+from kvboost.batching.repair_choice import choose_repair
+from kvboost.batching.sequence import Listener, Sequence, StockDecoder, TakeLogits, prefill_tokens
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
 from kvboost.requests.prepared import CHANGED_REASON, LENGTH_REASON
 from kvboost.requests.request import Request
 from kvboost.reuse.plan import PlanPart, ReusePlan
+from kvboost.reuse.recorder import Answer
 from kvboost.reuse.repair import live_positions
 from kvboost.run import decode
 from kvboost.run.packed_step import Extension, Segment, SequenceKV, extend
 from kvboost.run.sampling import SequenceSampler
-from kvboost.store.inserter import StoreReport
-
-_NO_POSITIONS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass
@@ -54,18 +53,23 @@ class SchedulerCounts:
     failed_steps: int = 0
 
 
+class ModelChangedError(Exception):
+    """The model changed while a request ran: its KV is of the model before."""
+
+
 class Scheduler:
     """Runs checked requests of any namespaces in one batch; each is answered as it would be alone.
 
-    At most `max_sequences` run at once, with `max_tokens` tokens of prompts, and of answers that outgrow
-    their lanes.
+    An `offline` one waits for whole answers: steps are as long as they may be, and where the model changes,
+    requests fail with a ModelChangedError.
     """
 
-    def __init__(self, context: BatchContext, *, max_sequences: int, max_tokens: int) -> None:
+    def __init__(self, context: BatchContext, memory: BatchMemory, *, offline: bool = False) -> None:
         self._context = context
-        self._memory = BatchMemory(context.layout, max_sequences, max_tokens)
+        self._memory = memory
+        self._offline = offline
         self._order: list[Sequence] = []  # by arrival; those in the arena and those outside
-        self._pace = Pace(on_gpu=context.layout.slabs[0].device.type == "cuda")
+        self._pace = Pace(on_gpu=context.layout.slabs[0].device.type == "cuda", offline=offline)
         self._turns = Turns()
         self.counts = SchedulerCounts()
 
@@ -95,10 +99,10 @@ class Scheduler:
 
     # --- join --------------------------------------------------------------------------------
 
-    @staticmethod
-    def needed(request: Request, *, answers: bool = True) -> int:
+    def needed(self, request: Request, *, answers: bool = True) -> int:
         """Room that a request takes at most, in tokens."""
-        return prefill_tokens(request, answers=answers) + spill_tokens(request, answers=answers)
+        spilled = self._memory.spill_tokens(request, answers=answers)
+        return prefill_tokens(request, answers=answers) + spilled
 
     def check(self, request: Request, *, answers: bool = True) -> None:
         """Refuse what would not fit even if nothing else ran."""
@@ -120,24 +124,30 @@ class Scheduler:
         return self._memory.has_room(request, exact, answers=answers, spare_tokens=spare_tokens)
 
     def join(
-        self, request: Request, listener: Listener, *, answers: bool = True, tenant: str = ""
+        self,
+        request: Request,
+        listener: Listener,
+        *,
+        answers: bool = True,
+        tenant: str = "",
+        scores: TakeLogits | None = None,
     ) -> Sequence:
         """Take a request of `tenant` in; `answers=False` only computes its prompt, for later ones.
 
-        What is stored of it is placed now, the rest is computed in the next steps.
+        What is stored of it is placed now, the rest is computed in the next steps. With `scores`, no tokens
+        are chosen: it gets the logits.
         """
         self._check_model()
         self._context.fit.begin([request])
-        sequence = Sequence(request, listener, answers=answers, tenant=tenant)
-        if answers:
+        sequence = Sequence(request, listener, answers=answers, tenant=tenant, scores=scores)
+        if sequence.is_sampled:
+            model, tokenizer = self._context.model, self._context.tokenizer
             sequence.sampler = SequenceSampler(
-                self._context.model,
-                self._context.tokenizer,
-                request.token_ids,
-                request.options,
-                request.index,
+                model, tokenizer, request.token_ids, request.options, request.index
             )
         if why := request.namespace.gated:
+            if self._offline:
+                raise ModelChangedError
             sequence.stock = StockDecoder(self._context.model, why)
         else:
             self._enter(sequence)
@@ -179,8 +189,12 @@ class Scheduler:
         if not sequences or self._context.fit.is_current(sequences[0].request.namespace):
             return
         for sequence in sequences:
-            self._memory.free(sequence)
-            sequence.stock = StockDecoder(self._context.model, CHANGED_REASON)
+            if self._offline:
+                self._drop(sequence)
+                sequence.listener.failed(ModelChangedError())
+            else:
+                self._memory.free(sequence)
+                sequence.stock = StockDecoder(self._context.model, CHANGED_REASON)
         self._memory.reset()
 
     # --- step --------------------------------------------------------------------------------
@@ -236,48 +250,31 @@ class Scheduler:
     def _choose_repair(self, reading: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
         """Choose which reused tokens are computed again, for the first sequence that waits for that.
 
-        One at a time: a strategy may run the model, and the others wait for it. Returns those that are left.
+        One at a time, unless offline: a strategy may run the model, and the others wait for it. Returns those
+        that are left.
         """
-        for sequence in reading:
-            node = sequence.unfilled
-            if sequence.awaits_choice and node is not None and node.is_private:
-                try:
-                    self._choose(sequence)
-                except Exception as error:  # a strategy of the caller's own, or OOM: the others go on
-                    self._drop(sequence)
-                    sequence.listener.failed(error)
-                    return [each for each in reading if each is not sequence]
-                break
-        return reading
+        waiting = [
+            each
+            for each in reading
+            if each.awaits_choice and each.unfilled is not None and each.unfilled.is_private
+        ]
+        for sequence in waiting if self._offline else waiting[:1]:
+            self._choose_or_fail(sequence)
+        return [each for each in reading if each in self._order]
 
-    def _choose(self, sequence: Sequence) -> None:
-        """Choose in a copy of the sequence's KV, in which its positions are slots, as strategies want it."""
-        plan, limit, strategy = sequence.plan, sequence.limit, sequence.plan.strategy
-        runs, ids = plan.repair_runs, sequence.request.token_ids
-        staged, kv = self._memory.staged(len(ids)), SequenceKV(self._memory.arena, sequence.node.segment)
-        sequence.set_missing(_NO_POSITIONS)
-        for run in runs:
-            staged.place(kv.between(run.start, run.end), run.start)
-        for start, end in plan.gaps:
-            staged.clear(start, end)  # masked, but a mask does not stop the NaN of an earlier request
-        staged.set_length(plan.contiguous_end)
-        with decode.running(self._context.model, fast=True, was_read=True):
-            chosen = strategy.choose(self._context.model, ids, staged, runs)
-        if strategy.rewrites_all:
-            for node in sequence.private_nodes:
-                first = node.segment.position
-                self._memory.arena.place(staged.between(first, node.end), node.segment.start)
-        sequence.recomputed = chosen[chosen < limit]
-        todo = np.union1d(live_positions(runs, limit), sequence.recomputed)
-        sequence.set_missing(todo)
-        sequence.awaits_choice = False
+    def _choose_or_fail(self, sequence: Sequence) -> None:
+        try:
+            choose_repair(self._context.model, self._memory, sequence)
+        except Exception as error:  # a strategy of the caller's own, or OOM: the others go on
+            self._drop(sequence)
+            sequence.listener.failed(error)
 
     def _deliver(self, sequence: Sequence, error: Exception | None) -> None:
         """Hand out a sequence's new token, its result, or why there is none."""
         if error is not None:
             self._drop(sequence)
             sequence.listener.failed(error)
-        elif sequence.sampler.finished_at is not None:
+        elif not sequence.is_sampled or sequence.sampler.finished_at is not None:
             self.leave(sequence)
         else:
             sequence.listener.token(sequence.sampler.new_ids[-1])
@@ -285,8 +282,8 @@ class Scheduler:
     def _step_outside(self, sequence: Sequence) -> None:
         """One token for a sequence outside the arena."""
         assert sequence.stock is not None
-        if not sequence.answers:
-            self.leave(sequence)  # its prompt was to be computed for later ones, and it cannot be stored
+        if not sequence.is_sampled:  # its prompt was to be computed for later ones, and it cannot be stored
+            self.leave(sequence)
             return
         request, sampler = sequence.request, sequence.sampler
         self._context.fit.begin([request])
@@ -308,10 +305,13 @@ class Scheduler:
         found = []
         model = self._context.model
         with decode.running(model, fast=True, was_read=True):
-            for number, _, logits in extend(model, self._memory.arena, [each for each, _ in parts]):
+            for number, first, logits in extend(model, self._memory.arena, [each for each, _ in parts]):
                 sequence = parts[number][1]
                 assert sequence is not None
-                found.append((sequence, logits[0]))
+                if sequence.scores is not None:
+                    sequence.scores(sequence.limit + first, logits)
+                else:
+                    found.append((sequence, logits[0]))
             return _choose_tokens(found)
 
     # --- leave -------------------------------------------------------------------------------
@@ -320,36 +320,33 @@ class Scheduler:
         """Let a request go, with the answer that it has; what was computed is stored, its slots are free."""
         if sequence not in self._order:
             return
-        request, reader = sequence.request, self._context.reader
-        decoded = sequence.sampler.decoded() if sequence.answers else decode.Decoded()
-        finished_at = sequence.sampler.finished_at if sequence.answers else None
+        request = sequence.request
+        decoded = sequence.sampler.decoded() if sequence.is_sampled else decode.Decoded()
+        finished_at = sequence.sampler.finished_at if sequence.is_sampled else None
         if not decoded.token_ids:
             decoded.first_token_at = time.perf_counter()
-        if sequence.answers and finished_at is None:
+        if sequence.is_sampled and finished_at is None:
             decoded.finish_reason = "cancelled"
-        text = reader.decode(decoded.token_ids) if decoded.token_ids else ""
+        text = self._context.reader.decode(decoded.token_ids) if decoded.token_ids else ""
         if decoded.token_ids and finished_at is not None:
             sequence.listener.token(decoded.token_ids[-1])
         result = request.result(decoded, sequence.spans, text, finished_at)
         sequence.listener.done(result)
         if sequence.stock is None:
-            is_refused = self._store(sequence, decoded.token_ids).is_refused
-            if not is_refused and decoded.token_ids:
-                reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
+            self._store(sequence, Answer(len(request.prompt), decoded.token_ids, text))
         if sequence.answers:
             self._count_request(sequence, result.cached_tokens)
         self._drop(sequence)
 
     def _count_request(self, sequence: Sequence, cached_tokens: int) -> None:
-        total = len(sequence.request.prompt)
-        token_s = self._pace.token_s
-        self._context.manager.count_request(
-            reused=cached_tokens,
-            total=total,
-            reason=sequence.plan.reason if sequence.stock is None else sequence.stock.reason,
-            approximate=sequence.stock is None and sequence.exact_tokens < total,
-            recomputed=len(sequence.recomputed) if sequence.stock is None else 0,
-            prefill_seconds=(total - cached_tokens) * token_s if token_s else None,
+        token_s, computed = self._pace.token_s, len(sequence.request.prompt) - cached_tokens
+        self._context.recorder.count(
+            sequence.request,
+            sequence.plan if sequence.stock is None else None,
+            cached_tokens,
+            len(sequence.recomputed) if sequence.stock is None else 0,
+            reason=sequence.stock.reason if sequence.stock is not None else "",
+            prefill_seconds=computed * token_s if token_s else None,
         )
 
     def _store_prompt(self, sequence: Sequence) -> None:
@@ -358,32 +355,31 @@ class Scheduler:
         chunk = self._context.manager.chunk_size
         if filled - sequence.stored_tokens >= chunk:
             sequence.stored_tokens = filled
-            self._keep(sequence, sequence.request.token_ids[: filled - filled % chunk], sequence.node.segment)
+            self._store_tokens(sequence, sequence.request.token_ids[: filled - filled % chunk])
 
-    def _store(self, sequence: Sequence, new_ids: list[int]) -> StoreReport:
-        """Store what a sequence has computed, prompt and answer."""
-        token_ids = sequence.request.token_ids
-        if sequence.is_decoding:
-            sequence.lane.before = sequence.segments
-            ids = np.concatenate([token_ids, np.asarray(new_ids, dtype=np.int64)])[:-1]
-            if sequence.lane.end != len(ids):
-                return self._context.writer.refuse(LENGTH_REASON)
-            report = self._keep(sequence, ids, sequence.lane)
-        else:  # nothing of a repair that is not done
+    def _store(self, sequence: Sequence, answer: Answer) -> None:
+        """Store what a sequence has computed: prompt and answer; of one that was scored, the prompt."""
+        request, lane = sequence.request, sequence.lane
+        if not sequence.is_decoding:  # nothing of a repair that is not done
             filled = min(sequence.filled_tokens, sequence.exact_tokens)
-            report = self._keep(sequence, token_ids[:filled], sequence.node.segment)
-        self._context.loader.save_soon()
-        return report
+            self._store_tokens(sequence, request.token_ids[:filled])
+            return
+        lane.before = sequence.segments
+        kv = SequenceKV(self._memory.arena, lane)
+        plan, recomputed, recorder = sequence.plan, sequence.recomputed, self._context.recorder
+        if not sequence.is_sampled:
+            recorder.store(request.prompt.token_ids, kv, request.namespace, plan, recomputed)
+        else:
+            ids = answer.run_ids(request.token_ids)
+            if lane.end != len(ids):
+                recorder.refuse(LENGTH_REASON)
+            else:
+                recorder.store_answer(ids, kv, request.namespace, answer, plan, recomputed)
 
-    def _keep(self, sequence: Sequence, token_ids: np.ndarray, last: Segment) -> StoreReport:
-        if not len(token_ids):
-            return StoreReport()
-        plan, namespace, writer = sequence.plan, sequence.request.namespace, self._context.writer
-        kv = SequenceKV(self._memory.arena, last)
-        self._context.loader.make_way(len(token_ids) - plan.reused)
-        if len(token_ids) <= sequence.exact_tokens or sequence.exact_tokens == plan.total:
-            return writer.keep(token_ids, kv, namespace)
-        return writer.keep_approximate(token_ids, kv, namespace, plan, sequence.recomputed)
+    def _store_tokens(self, sequence: Sequence, token_ids: np.ndarray) -> None:
+        """Store the first tokens of a prompt, which are exact."""
+        kv = SequenceKV(self._memory.arena, sequence.node.segment)
+        self._context.recorder.store(token_ids, kv, sequence.request.namespace, sequence.plan)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, and free its slots."""
@@ -425,7 +421,8 @@ def _next_token(sequence: Sequence) -> tuple[Extension, Sequence]:
     """The token that a sequence feeds next: its newest, or the last of its prompt."""
     if sequence.is_decoding:
         return Extension(sequence.lane, np.array(sequence.sampler.new_ids[-1:])), sequence
-    return Extension(sequence.lane, sequence.request.token_ids[sequence.limit :]), sequence
+    last = sequence.request.token_ids[sequence.limit :]
+    return Extension(sequence.lane, last, len(last)), sequence
 
 
 def _choose_tokens(found: list[tuple[Sequence, torch.Tensor]]) -> dict[int, Exception]:

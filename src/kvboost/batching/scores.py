@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvboost.models import ScoreResult, Span
@@ -9,10 +11,11 @@ from kvboost.requests.request import ScoreRequest
 
 
 class Scores:
-    """The scores of one request so far."""
+    """The scores of one request so far; `decode` gives the text of its continuation."""
 
-    def __init__(self, request: ScoreRequest) -> None:
+    def __init__(self, request: ScoreRequest, decode: Callable[[list[int]], str]) -> None:
         self._request = request
+        self._decode = decode
         self._values: list[float] = []
         self._is_greedy = True
 
@@ -28,6 +31,7 @@ class Scores:
         self._values += scores.gather(-1, chosen).squeeze(-1).tolist()
         self._is_greedy &= scores.argmax(-1).tolist() == targets
 
-    def result(self, spans: tuple[Span, ...], text: str) -> ScoreResult:
+    def result(self, spans: tuple[Span, ...]) -> ScoreResult:
         """The score, with the origin of the prompt's tokens."""
+        text = self._decode(self._request.continuation)
         return self._request.scored(self._values, self._is_greedy, spans, text)

@@ -5,6 +5,7 @@ Knows segments and plans; when it runs is the scheduler's business.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ from kvboost.run.sampling import SequenceSampler
 
 SHARED_REASON = "in use by another request"
 LEFT_REASON = "another request was to compute it, and left"
+
+
+TakeLogits = Callable[[int, torch.Tensor], None]  # takes logits `[n, vocab]` of tokens from a position on
 
 
 class Listener(Protocol):
@@ -48,15 +52,27 @@ def prefill_tokens(request: Request, *, answers: bool) -> int:
 class Sequence:
     """A request in the running batch. With `answers=False` only its prompt is computed.
 
+    With `scores`, that gets the logits behind the prompt, and then it is through.
+
     Its KV lies in the nodes of the radix tree up to `node`, then in `spilled`, then in its `lane`. From the
     first text that has moved on, the nodes are private, and hold what is reused from the start.
     """
 
-    def __init__(self, request: Request, listener: Listener, *, answers: bool, tenant: str = "") -> None:
+    def __init__(
+        self,
+        request: Request,
+        listener: Listener,
+        *,
+        answers: bool,
+        tenant: str = "",
+        scores: TakeLogits | None = None,
+    ) -> None:
         self.request = request
         self.listener = listener
         self.tenant = tenant
         self.answers = answers
+        self.scores = scores
+        self.is_sampled = answers and scores is None
         self.node: Node
         self.lane = Segment(0, 0)
         self.spilled: list[Segment] = []  # parts of its answer that its lane had no room for
@@ -66,7 +82,7 @@ class Sequence:
         self.computed_from = len(request.token_ids)  # the first position that went through the model for it
         self.awaits_choice = False  # which of the reused tokens are computed again is still to be chosen
         self.recomputed = np.zeros(0, dtype=np.int64)  # their positions `[n]`
-        self.sampler: SequenceSampler
+        self.sampler: SequenceSampler  # of one that is sampled
         self.stored_tokens = 0  # of its prompt
         self.stock: StockDecoder | None = None  # set where it runs outside the arena
         self.is_decoding = False  # its whole prompt went through

@@ -23,10 +23,10 @@ from kvboost.requests.prepared import LENGTH_REASON
 from kvboost.requests.request import Request, ScoreRequest
 from kvboost.reuse import repair
 from kvboost.reuse.plan import ReusePlan
+from kvboost.reuse.recorder import Answer, exact_tokens
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import decode
 from kvboost.run.decode import Decoded
-from kvboost.store.inserter import StoreReport
 
 
 class AloneRunner:
@@ -43,22 +43,17 @@ class AloneRunner:
         if request.mode is GenerationMode.BASELINE:
             return self._serve_baseline(request)
         if why := parts.why_plain(request):
-            parts.manager.count_request(reused=0, total=len(request.prompt), reason=why)
+            parts.recorder.count(request, None, 0, reason=why)
             return self._serve_plain(request, why)
         plan, arena = self._place(request)
         run_started = time.perf_counter()
         recomputed = self._repair(plan, request, arena)
         decoded = self._run(request, arena)
-        self._store_answer(request, decoded, arena, plan, recomputed)
-        parts.manager.count_request(
-            reused=plan.reused,
-            total=plan.total,
-            reason=plan.reason,
-            approximate=plan.first_approximate < plan.total,
-            recomputed=len(recomputed),
-            prefill_seconds=decoded.first_token_at - run_started,
-        )
-        return self._result(request, decoded, plan.spans(recomputed))
+        text = parts.reader.decode(decoded.token_ids)
+        self._store(request, Answer(plan.total, decoded.token_ids, text), arena, plan, recomputed)
+        seconds = decoded.first_token_at - run_started
+        parts.recorder.count(request, plan, plan.reused, len(recomputed), prefill_seconds=seconds)
+        return request.result(decoded, plan.spans(recomputed), text)
 
     def _place(self, request: Request) -> tuple[ReusePlan, Arena]:
         """What is reused of the prompt, and an arena that holds it, with room for the rest and the answer."""
@@ -89,9 +84,7 @@ class AloneRunner:
             decode.prefill(parts.model, request.token_ids, arena, stop, block=block)
             if request.options.num_sequences > 1:
                 arena.batch_repeat_interleave(request.options.num_sequences)
-            return decode.generate(
-                parts.model, parts.tokenizer, request.token_ids, arena, request.options, request.watch
-            )
+            return self._generate(request, arena)
 
     def _serve_baseline(self, request: Request) -> GenerationResult:
         """The model's own `generate`; in bit-exact mode, with the same prefill blocks as with reuse."""
@@ -106,10 +99,12 @@ class AloneRunner:
         parts = self._parts
         with decode.running(parts.model, fast=False, was_read=True):
             rope.reset_dynamic_frequencies(parts.model)
-            decoded = decode.generate(
-                parts.model, parts.tokenizer, request.token_ids, None, request.options, request.watch
-            )
+            decoded = self._generate(request, None)
         return self._result(request, decoded, (_live(request, reason),))
+
+    def _generate(self, request: Request, cache: Arena | None) -> Decoded:
+        what = request.token_ids, cache, request.options, request.watch, request.index
+        return decode.generate(self._parts.model, self._parts.tokenizer, *what)
 
     def _result(self, request: Request, decoded: Decoded, spans: tuple[Span, ...]) -> GenerationResult:
         return request.result(decoded, spans, self._parts.reader.decode(decoded.token_ids))
@@ -132,14 +127,9 @@ class AloneRunner:
         with decode.running(parts.model, fast=True, was_read=True):
             decode.prefill(parts.model, request.token_ids, arena, request.limit)
             result = self._scored(request, arena, plan.spans(recomputed))
-        self._store(request, request.prompt.token_ids, arena, plan, recomputed)
-        parts.manager.count_request(
-            reused=plan.reused,
-            total=len(request.prompt),
-            reason=plan.reason,
-            approximate=plan.first_approximate < plan.total,
-            recomputed=len(recomputed),
-        )
+        ids = request.prompt.token_ids
+        self._warmer.store_answer(ids, arena, request.namespace, Answer(len(ids), [], ""), plan, recomputed)
+        parts.recorder.count(request, plan, plan.reused, len(recomputed))
         return result
 
     def _scored(self, request: ScoreRequest, arena: Arena | None, spans: tuple[Span, ...]) -> ScoreResult:
@@ -154,48 +144,29 @@ class AloneRunner:
                 use_cache=arena is not None,
                 logits_to_keep=len(request.continuation),
             )
-        scores = Scores(request)
+        scores = Scores(request, self._parts.reader.decode)
         # a model without `logits_to_keep` returns all logits
         scores.add(request.limit, output.logits[0, -len(request.continuation) :])
-        return scores.result(spans, self._parts.reader.decode(request.continuation))
+        return scores.result(spans)
 
     # --- storing -----------------------------------------------------------------------------
 
-    def _store_answer(
-        self, request: Request, decoded: Decoded, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
-    ) -> None:
-        """Store the KV of prompt and answer, as far as it was computed, and remember the answer's ids."""
-        parts, total = self._parts, len(request.prompt)
-        ids = request.token_ids
-        if arena.batch == 1:
-            ids = np.concatenate([ids, np.asarray(decoded.token_ids, dtype=np.int64)])[:-1]
-            if arena.length != len(ids):
-                parts.writer.refuse(LENGTH_REASON)
-                return
-        if parts.bit_exact:
-            ids = ids[: total - total % parts.settings.chunk_size]
-        if not self._store(request, ids, arena, plan, recomputed).is_refused:
-            text = parts.reader.decode(decoded.token_ids)
-            parts.reader.remember_answer(text, decoded.token_ids, request.namespace.salt)
-
     def _store(
-        self, request: Request, ids: np.ndarray, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
-    ) -> StoreReport:
-        """Store the KV of `ids` `[tokens]`, which is in `arena`."""
-        parts = self._parts
-        if parts.settings.overlap_k:  # this KV saw more tokens than its encoding allows
-            return self._warmer.read(ids, len(ids), request.namespace)
-        parts.loader.make_way(len(ids) - plan.reused)
-        exact = plan.first_approximate if plan.first_approximate < plan.total else len(ids)
-        if exact == len(ids):
-            report = parts.writer.keep(ids, arena, request.namespace)
-        else:
-            report = parts.writer.keep_approximate(ids, arena, request.namespace, plan, recomputed)
-        if not report.is_refused:
-            repaired = parts.repair_of(request).label
-            parts.workspace.give_back(arena, request.namespace.key, ids, exact, repaired)
-            parts.loader.save_soon()
-        return report
+        self, request: Request, answer: Answer, arena: Arena, plan: ReusePlan, recomputed: np.ndarray
+    ) -> None:
+        """Store the KV of prompt and answer, as far as it was computed, and keep the arena."""
+        parts, namespace = self._parts, request.namespace
+        ids = request.token_ids  # beams agree on the prompt, not on the answer
+        if arena.batch == 1:
+            ids = answer.run_ids(ids)
+            if arena.length != len(ids):
+                parts.recorder.refuse(LENGTH_REASON)
+                return
+        ids = parts.recorder.kept(ids, answer)
+        report = self._warmer.store_answer(ids, arena, namespace, answer, plan, recomputed)
+        if not report.is_refused and not parts.settings.overlap_k:
+            repaired, exact = parts.repair_of(request).label, exact_tokens(plan, len(ids))
+            parts.workspace.give_back(arena, namespace.key, ids, exact, repaired)
 
 
 def _live(request: Request, reason: str) -> Span:

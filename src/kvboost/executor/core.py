@@ -10,22 +10,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvboost.batching import workload
-from kvboost.batching.fixed_batch import BatchRunner, Outcome
+from kvboost.batching import batch_memory, many
+from kvboost.batching.batch_memory import BatchMemory
+from kvboost.batching.many import ManyRunner, Outcome
 from kvboost.batching.scheduler import Scheduler
-from kvboost.batching.workload import Workload
 from kvboost.choices import GenerationMode, Origin
 from kvboost.executor.alone import AloneRunner
 from kvboost.executor.own_loop import OwnLoop
 from kvboost.executor.parts import EngineParts
 from kvboost.executor.warming import Warmer
+from kvboost.kv.arena import Arena
 from kvboost.models import GenerationResult, ScoreResult, Span
 from kvboost.requests.prompts import Prompt
-from kvboost.requests.request import Arguments, Request, ScoreRequest
+from kvboost.requests.request import Arguments, Request
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
 from kvboost.settings import EngineArguments, EngineSettings
 
-_RUNNING_BATCH_TOKENS = 32_768
+_RUNNING_BATCH_TOKENS = 65_536
 _MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
 
 
@@ -41,29 +42,7 @@ class EngineCore:
         self.warmer = Warmer(parts)
         self.alone = AloneRunner(parts, self.warmer)
         self.own_loop = OwnLoop(parts, self.warmer)
-        self.batches = BatchRunner(parts)
-        self.workload: Workload[Request, GenerationResult] = Workload(
-            parts.layout,
-            parts.fit.begin,
-            self.alone.serve,
-            self.batches.generate,
-            self._why_not_together,
-            min_sequences=2,
-        )
-        self.scoring: Workload[ScoreRequest, ScoreResult] = Workload(
-            parts.layout,
-            parts.fit.begin,
-            self.alone.score,
-            self.batches.score,
-            self._why_not_together,
-            min_sequences=1,
-        )
-
-    def _why_not_together(self, request: Request) -> str:
-        """Why a request cannot run in a batch that begins and ends as one; there, nothing is repaired."""
-        if request.mode is GenerationMode.CHUNK_KV_REUSE:
-            return f"mode {request.mode.value}"
-        return self.parts.why_alone(request)
+        self.many = ManyRunner(parts, parts.why_alone)
 
     def read(self, prompt: Prompt, arguments: Arguments) -> Request:
         """Check one request without running it."""
@@ -82,40 +61,48 @@ class EngineCore:
     ) -> Iterator[Outcome[GenerationResult]]:
         """Check requests that have the same arguments, now, and answer them as they are taken."""
         started = time.perf_counter()
-        workload.check_batch_tokens(max_batch_tokens)
+        many.check_batch_tokens(max_batch_tokens)
         repair = self.parts.approximation.repair(*arguments.repair)
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
         requests = self.parts.requests.read_all(prompts, arguments, namespace, started, repair)
-        return self.workload.outcomes(
-            requests, unshared_alone=unshared_alone, max_batch_tokens=max_batch_tokens
+        return self.many.outcomes(
+            many.generate_jobs(requests),
+            self.alone.serve,
+            at_least=2,
+            unshared_alone=unshared_alone,
+            max_batch_tokens=max_batch_tokens,
         )
 
-    def read_scores(
+    def scores(
         self,
         prompts: Sequence[Prompt],
         continuations: Sequence[Prompt],
         mode: GenerationMode | str,
         cache_salt: str | None,
         max_batch_tokens: int | None,
-    ) -> list[ScoreRequest]:
-        """Check pairs of a prompt and a continuation."""
+    ) -> Iterator[Outcome[ScoreResult]]:
+        """Check pairs of a prompt and a continuation, now, and score them as they are taken."""
         started = time.perf_counter()
-        workload.check_batch_tokens(max_batch_tokens)
+        many.check_batch_tokens(max_batch_tokens)
         namespace = self.parts.fit.last_namespace(self.parts.salt(cache_salt))
-        return self.parts.requests.read_scores(prompts, continuations, namespace, mode, started)
+        requests = self.parts.requests.read_scores(prompts, continuations, namespace, mode, started)
+        jobs = many.score_jobs(requests, self.parts.reader.decode)
+        return self.many.outcomes(jobs, self.alone.score, max_batch_tokens=max_batch_tokens)
 
     def scheduler(self, max_sequences: int | None = None, max_tokens: int | None = None) -> Scheduler:
         """A running batch that requests join and leave at any step; drive it from one thread.
 
         It holds at most `max_sequences` requests (default 32, on a GPU 64) and the KV of `max_tokens`
-        tokens (default 32,768, or what a quarter of the free memory holds).
+        tokens (default 65,536, or what a quarter of the free memory holds).
         """
         parts = self.parts
         if max_sequences is None:
             max_sequences = _MAX_SEQUENCES.get(parts.layout.slabs[0].device.type, _MAX_SEQUENCES["cpu"])
         if max_tokens is None:
-            max_tokens = min(_RUNNING_BATCH_TOKENS, workload.default_batch_tokens(parts.layout))
-        return Scheduler(parts, max_sequences=max_sequences, max_tokens=max_tokens)
+            max_tokens = min(_RUNNING_BATCH_TOKENS, many.default_batch_tokens(parts.layout))
+        lane = batch_memory.LANE_TOKENS
+        arena = Arena(parts.layout, max_sequences * lane + max_tokens)
+        return Scheduler(parts, BatchMemory(arena, max_sequences, max_tokens, lane))
 
     def explain(self, prompt: Prompt, arguments: Arguments) -> Explanation:
         """What would be reused of `prompt`, and why the rest would not."""

@@ -17,6 +17,7 @@ from kvboost.kv.arena import Arena
 from kvboost.requests.prepared import PreparedPrompt
 from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Request
+from kvboost.reuse.recorder import Answer
 from kvboost.run import decode
 from kvboost.run.options import read_options
 from kvboost.store.inserter import StoreReport
@@ -49,7 +50,7 @@ class OwnLoop:
         plan = parts.loader.place(
             lambda: parts.assembler.planned(ids, request.namespace, limit=request.limit), arena
         )
-        parts.manager.count_request(reused=plan.reused, total=plan.total, reason=plan.reason)
+        parts.recorder.count(request, plan, plan.reused)
         if parts.bit_exact:
             block = parts.settings.block
             with decode.running(parts.model, fast=False, was_read=True):
@@ -66,18 +67,8 @@ class OwnLoop:
         if ids is None or prepared.arena is None or prepared.namespace is None:
             return StoreReport()
         if why := prepared.why_not_stored(ids):
-            return parts.writer.refuse(why)
+            return parts.recorder.refuse(why)
         prompt_tokens = len(prepared.token_ids)
         answer = ids[prompt_tokens:].tolist()
-        if parts.bit_exact:
-            ids = ids[: prompt_tokens - prompt_tokens % parts.settings.chunk_size]
-        if parts.settings.overlap_k:
-            report = self._warmer.read(ids, len(ids), prepared.namespace)
-        else:
-            report = parts.writer.keep(ids, prepared.arena, prepared.namespace)
-        if not report.is_refused:
-            parts.loader.save_soon()
-            if not parts.bit_exact:
-                text = parts.reader.decode(answer)
-                parts.reader.remember_answer(text, answer, prepared.namespace.salt)
-        return report
+        answered = Answer(prompt_tokens, answer, parts.reader.decode(answer))
+        return self._warmer.store_answer(ids, prepared.arena, prepared.namespace, answered)

@@ -31,6 +31,7 @@ from kvboost.reuse.chunk_loader import ChunkLoader
 from kvboost.reuse.chunk_writer import ChunkWriter
 from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.policy import Approximation, Repair
+from kvboost.reuse.recorder import Recorder
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import sampling
 from kvboost.settings import DEFAULT_MAX_KL, EngineSettings
@@ -92,6 +93,7 @@ class EngineParts:
             self.use_calibration(calibration.load(self.fit.family, settings.selector))
         self.disk = self._open_disk()
         self.loader = ChunkLoader(self.assembler, self.manager, self.disk)
+        self.recorder = Recorder(settings, self.manager, self.writer, self.loader, self.reader)
         self.fit.start_watching(settings.weights_check_seconds)  # last: nothing can fail behind it
 
     def _open_disk(self) -> DiskCache | None:

@@ -15,6 +15,8 @@ from kvboost.kernels.scattered import ScatteredAttention
 from kvboost.kv.arena import Arena
 from kvboost.models import WarmResult
 from kvboost.requests.prompts import Prompt
+from kvboost.reuse.plan import ReusePlan
+from kvboost.reuse.recorder import NO_POSITIONS, Answer
 from kvboost.run import decode
 from kvboost.run.sparse_forward import run_scattered
 from kvboost.store.inserter import StoreReport
@@ -60,12 +62,30 @@ class Warmer:
             else:
                 block = parts.settings.block
                 decode.prefill(parts.model, ids, arena, end, block=block, position_offset=position_offset)
-        parts.loader.make_way(end - plan.reused)
-        report = parts.writer.keep(ids[:end], arena, namespace, position_offset=position_offset)
+        report = parts.recorder.store(ids[:end], arena, namespace, plan, position_offset=position_offset)
         if not report.is_refused:
             parts.workspace.give_back(arena, namespace.key, ids[:end])
-            parts.loader.save_soon()
         return report
+
+    def store_answer(
+        self,
+        ids: np.ndarray,
+        arena: Arena,
+        namespace: Namespace,
+        answer: Answer,
+        plan: ReusePlan | None = None,
+        recomputed: np.ndarray = NO_POSITIONS,
+    ) -> StoreReport:
+        """Store `ids` `[tokens]`, a prompt and its answer, with the KV of `arena`, and remember the answer.
+
+        In overlap mode that KV saw more than its encoding allows: the text is read anew.
+        """
+        recorder = self._parts.recorder
+        if self._parts.settings.overlap_k:
+            report = self.read(ids, len(ids), namespace)
+            recorder.remember(answer, namespace, report)
+            return report
+        return recorder.store_answer(ids, arena, namespace, answer, plan, recomputed)
 
     def _encode_with_overlap(self, ids: np.ndarray, arena: Arena, end: int, position_offset: int) -> None:
         """Fill `arena` up to `end`; each chunk sees only the sink tokens and the last K tokens before it."""

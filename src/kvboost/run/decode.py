@@ -68,11 +68,12 @@ def generate(
     cache: Cache | None,
     options: GenerationOptions,
     watch: Watch,
+    index: int = 0,
 ) -> Decoded:
-    """Answer `token_ids` `[tokens]`, of which `cache` may hold all but the last."""
+    """Answer `token_ids` `[tokens]`, number `index` of its call; `cache` may hold all but the last."""
     device = model.get_input_embeddings().weight.device
     input_ids = torch.from_numpy(token_ids).to(device).unsqueeze(0)
-    extra = dict(options.call_options)
+    extra = options.taken_for(index)
     extra["stopping_criteria"] = StoppingCriteriaList([*(extra.get("stopping_criteria") or []), watch])
     if options.config.stop_strings or "assistant_tokenizer" in extra:
         extra["tokenizer"] = tokenizer

@@ -89,6 +89,13 @@ class GenerationOptions:
     call_options: Mapping[str, Any]
     stock_config: GenerationConfig | None = None
 
+    def taken_for(self, index: int) -> dict[str, Any]:
+        """The call's own options, for prompt number `index` of it."""
+        taken = dict(self.call_options)
+        if (allowed := taken.get("prefix_allowed_tokens_fn")) is not None:
+            taken["prefix_allowed_tokens_fn"] = lambda _batch_id, ids: allowed(index, ids)
+        return taken
+
     @property
     def kind(self) -> DecodingKind:
         """How transformers decodes with these options, as it decides itself."""

@@ -127,7 +127,7 @@ def _as_generate_would(
     ) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
         return logits_processor, stopping_criteria
 
-    extra = dict(options.call_options)
+    extra = options.taken_for(index)
     config = copy.deepcopy(options.config)
     for name, value in _NOT_FOR_BATCHES.items():
         setattr(config, name, value)
@@ -135,8 +135,6 @@ def _as_generate_would(
         config.stop_strings = None
         stops = StopStringCriteria(tokenizer, options.config.stop_strings)
         extra["stopping_criteria"] = StoppingCriteriaList([*(extra.get("stopping_criteria") or []), stops])
-    if (allowed := extra.get("prefix_allowed_tokens_fn")) is not None:
-        extra["prefix_allowed_tokens_fn"] = lambda _batch_id, ids: allowed(index, ids)
     made: tuple[LogitsProcessorList, StoppingCriteriaList] = _handle(model, config).generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),

@@ -76,7 +76,7 @@ class ServerSettings:
             "Tokens whose KV the running batch can hold; a request that needs more gets a 400.",
             "count",
             least=1,
-            default_text="32768, or as memory allows",
+            default_text="65536, or as memory allows",
         ),
     )
     max_waiting: int = field(

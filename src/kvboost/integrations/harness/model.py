@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from transformers import StoppingCriteriaList
 
-from kvboost.batching.workload import check_batch_tokens
+from kvboost.batching.many import check_batch_tokens
 from kvboost.choices import GenerationMode, choice
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError

@@ -1,0 +1,359 @@
+"""Many requests of one call: which of them run together, and what becomes of the rest when one fails.
+
+Requests are sorted by their tokens, so that those that share the most join a scheduler together, as far as
+the memory goes. What cannot run beside others runs alone, as `generate` would run it. The caller's
+thread drives it; between two steps nothing is held, so that it may stop at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from kvboost.batching.batch_memory import LANE_TOKENS, BatchMemory, spill_tokens
+from kvboost.batching.context import BatchContext
+from kvboost.batching.prefixes import MIN_SHARED_TOKENS, common_tokens, sorted_by_tokens
+from kvboost.batching.scheduler import ModelChangedError, Scheduler
+from kvboost.batching.scores import Scores
+from kvboost.choices import GenerationMode
+from kvboost.errors import InvalidRequestError, PartialResultsError
+from kvboost.kv.layout import KVLayout
+from kvboost.models import GenerationResult
+from kvboost.requests.request import Request, ScoreRequest
+
+MAX_SEQUENCES = 64  # beyond this the time of a step grows in proportion, and first tokens come later
+_MEMORY_SHARE = 4  # of the free memory, the KV of one batch takes at most this fraction
+_MIN_TOKENS = 4_096
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
+
+
+def default_batch_tokens(layout: KVLayout) -> int:
+    """Tokens of KV that one batch may hold, by the free memory of the model's device."""
+    device = layout.slabs[0].device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        import psutil
+
+        free = psutil.virtual_memory().available
+    return max(_MIN_TOKENS, int(free) // _MEMORY_SHARE // layout.bytes_per_token)
+
+
+def check_batch_tokens(max_batch_tokens: object) -> None:
+    """Refuse a `max_batch_tokens` that is not None or a positive integer."""
+    if max_batch_tokens is None:
+        return
+    if not isinstance(max_batch_tokens, int) or isinstance(max_batch_tokens, bool) or max_batch_tokens < 1:
+        raise InvalidRequestError(
+            f"max_batch_tokens must be None or an integer of at least 1, got {max_batch_tokens!r}"
+        )
+
+
+@dataclasses.dataclass
+class BatchCounts:
+    """Batches that were run, and the KV memory of the largest, beside that of a copy for every sequence."""
+
+    batches: int = 0
+    sequences: int = 0
+    shared_tokens: int = 0
+    largest_kv_bytes: int = 0
+    largest_kv_bytes_if_copied: int = 0
+
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome(Generic[Result]):
+    """What became of request number `index`: a result, or why there is none."""
+
+    index: int
+    result: Result | Exception
+
+
+class Job(Generic[Result]):
+    """A request that may join a scheduler, for those of the caller's that need the same forwards.
+
+    It listens to the scheduler, and gathers what becomes of them.
+    """
+
+    def __init__(self, request: Request, members: Sequence[Request], scores: Sequence[Scores] = ()) -> None:
+        self.request = request
+        self.members = members
+        self.outcomes: list[Outcome[Result]] = []
+        self.error: Exception | None = None
+        self.scores = scores
+
+    def token(self, token_id: int) -> None:
+        """Tokens are taken from the result."""
+
+    def add_logits(self, position: int, logits: torch.Tensor) -> None:
+        """Take logits `[n, vocab]` of the tokens from `position` on."""
+        for scores in self.scores:
+            scores.add(position, logits)
+
+    def done(self, result: GenerationResult) -> None:
+        found: list[Any] = [scores.result(result.spans) for scores in self.scores] or [result]
+        self.outcomes = [
+            Outcome(member.index, each) for member, each in zip(self.members, found, strict=True)
+        ]
+
+    def failed(self, error: Exception) -> None:
+        self.error = error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be heard of it."""
+        return bool(self.outcomes) or self.error is not None
+
+
+def generate_jobs(requests: Sequence[Request]) -> list[Job[Any]]:
+    """Each request by itself."""
+    return [Job(request, [request]) for request in requests]
+
+
+def score_jobs(requests: Sequence[ScoreRequest], decode: Callable[[list[int]], str]) -> list[Job[Any]]:
+    """Pairs that need the same forward share it.
+
+    Equal tokens need not be cut alike between prompt and continuation: the earliest cut serves all.
+    """
+    same: dict[bytes, list[ScoreRequest]] = {}
+    for request in requests:
+        same.setdefault(request.token_ids.tobytes(), []).append(request)
+    return [
+        Job(min(each, key=lambda one: one.limit), each, [Scores(one, decode) for one in each])
+        for each in same.values()
+    ]
+
+
+class ManyRunner:
+    """Runs many requests: `alone` answers or scores one, `why_alone` says why one cannot share a batch."""
+
+    def __init__(self, context: BatchContext, why_alone: Callable[[Any], str]) -> None:
+        self._context = context
+        self._why_alone = why_alone
+        self.counts = BatchCounts()
+
+    def outcomes(
+        self,
+        jobs: Sequence[Job[Result]],
+        alone: Callable[[Any], Result],
+        *,
+        max_batch_tokens: int | None,
+        at_least: int = 1,
+        unshared_alone: bool = False,
+    ) -> Iterator[Outcome[Result]]:
+        """What became of each request, as they finish.
+
+        Fewer than `at_least` do not run together; with `unshared_alone`, neither do those that share fewer
+        than `MIN_SHARED_TOKENS` tokens with any other.
+        """
+        self._context.fit.begin([job.request for job in jobs])
+        order = [jobs[index] for index in sorted_by_tokens([job.request.token_ids for job in jobs])]
+        together = [job for job in order if not self._why_alone(job.request)]
+        if unshared_alone:
+            together = _sharing(together)
+        if len(together) < at_least:
+            together = []
+        batched = set(map(id, together))
+        for job in [job for job in order if id(job) not in batched]:
+            yield from self._run_alone(job, alone)
+        for job in self._run_together(together, max_batch_tokens):
+            yield from job.outcomes or self._run_alone(job, alone)
+
+    def _run_together(
+        self, jobs: Sequence[Job[Result]], max_batch_tokens: int | None
+    ) -> Iterator[Job[Result]]:
+        """The jobs as they finish; those without an outcome are to run alone."""
+        most_tokens = max_batch_tokens or default_batch_tokens(self._context.layout)
+        size = Size.of([job.request for job in jobs], most_tokens)
+        waiting: deque[Job[Result]] = deque()
+        for job in jobs:
+            if size.holds(job.request):
+                waiting.append(job)
+            else:
+                yield job
+        if not waiting:
+            return
+        workspace = self._context.workspace
+        arena = workspace.take(size.slots, "", _NO_TOKENS)[0]
+        memory = BatchMemory(arena, size.sequences, size.tokens, size.lane_tokens)
+        scheduler = Scheduler(self._context, memory, offline=True)
+        self._count(size, arena.nbytes, [job.request for job in waiting])
+        running: list[Job[Result]] = []
+        has_left = True  # otherwise there is no more room than before
+        while waiting or running:
+            while waiting and has_left and scheduler.has_room(waiting[0].request):
+                job = waiting.popleft()
+                if _joins(scheduler, job):
+                    running.append(job)
+                else:
+                    yield job
+            if not running:
+                yield waiting.popleft()
+                continue
+            _step(scheduler, running)
+            over = [job for job in running if job.is_over]
+            running = [job for job in running if not job.is_over]
+            has_left = bool(over)
+            yield from over
+        self.counts.shared_tokens += scheduler.counts.shared_tokens
+        workspace.give_back(arena, "", _NO_TOKENS)
+
+    def _count(self, size: Size, nbytes: int, requests: Sequence[Request]) -> None:
+        counts = self.counts
+        counts.batches += 1
+        counts.sequences += len(requests)
+        if nbytes > counts.largest_kv_bytes:
+            copied = max(request.needed for request in requests) * min(size.sequences, len(requests))
+            counts.largest_kv_bytes = nbytes
+            counts.largest_kv_bytes_if_copied = copied * self._context.layout.bytes_per_token
+
+    @staticmethod
+    def _run_alone(job: Job[Result], alone: Callable[[Any], Result]) -> Iterator[Outcome[Result]]:
+        for member in job.members:
+            yield Outcome(member.index, _result_or_error(alone, member))
+
+
+def _result_or_error(alone: Callable[[Any], Result], request: Request) -> Result | Exception:
+    try:
+        return alone(request)
+    except Exception as error:
+        return error
+
+
+def _joins(scheduler: Scheduler, job: Job[Any]) -> bool:
+    """Have a job join; where that fails, whoever runs it alone hears why."""
+    try:
+        scheduler.join(job.request, job, scores=job.add_logits if job.scores else None)
+    except Exception:
+        return False
+    return True
+
+
+def _step(scheduler: Scheduler, running: Sequence[Job[Any]]) -> None:
+    """One step; those that fail in it have an error as their outcome, unless the step was to blame."""
+    failed_steps = scheduler.counts.failed_steps
+    scheduler.step()
+    failed = [job for job in running if job.error is not None]
+    if scheduler.counts.failed_steps > failed_steps:  # mostly OOM: one request needs less
+        error, prompts = failed[0].error, sum(len(job.members) for job in failed)
+        warnings.warn(
+            f"a batch of {prompts} prompts failed ({type(error).__name__}: {error}); those "
+            "without an answer run one by one. A smaller max_batch_tokens may help",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    for job in failed:
+        assert job.error is not None
+        if not isinstance(job.error, ModelChangedError):
+            job.outcomes = [Outcome(member.index, job.error) for member in job.members]
+
+
+class Size(NamedTuple):
+    """Of a batch: sequences at once, slots for prompts and for long answers, and slots of a lane."""
+
+    sequences: int
+    tokens: int
+    lane_tokens: int
+
+    @property
+    def slots(self) -> int:
+        return self.sequences * self.lane_tokens + self.tokens
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request fits if nothing else runs."""
+        return request.limit + spill_tokens(request, self.lane_tokens) <= self.tokens
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], most_slots: int) -> Size:
+        """For requests sorted by their tokens: as many at once as fit `most_slots` slots."""
+        if not requests:
+            return cls(0, 0, 0)
+        limits = np.array([request.limit for request in requests])
+        shared = np.array([0, *(_shared(*pair) for pair in pairwise(requests))])
+        own = limits - shared
+        behind = np.array([request.needed - request.limit for request in requests])
+        if isinstance(requests[0], ScoreRequest):
+            lane = int(behind.max())  # a continuation goes through at once
+        else:
+            tails = limits - np.maximum(shared, np.append(shared[1:], 0))  # of prompts, which go into lanes
+            wanted = behind + tails
+            lane = int(wanted[wanted <= LANE_TOKENS].max(initial=min(LANE_TOKENS, behind.max())))
+        spilled = np.array([spill_tokens(request, lane) for request in requests])
+        ends = np.cumsum([0, *(own + spilled)])
+        sequences = min(MAX_SEQUENCES, len(requests))
+        while sequences > 1:
+            needed = ends[sequences:] - ends[:-sequences] + shared[: len(requests) - sequences + 1]
+            if np.median(needed) + sequences * lane <= most_slots:
+                break
+            sequences -= max(1, sequences // 4)
+        all_tokens = int(ends[-1]) + MIN_SHARED_TOKENS * len(requests)  # a short shared part is copied
+        return cls(sequences, min(all_tokens, most_slots - sequences * lane), lane)
+
+
+def _shared(first: Request, second: Request) -> int:
+    """Prompt tokens that two requests share in a batch."""
+    if GenerationMode.CHUNK_KV_REUSE in (first.mode, second.mode):
+        return 0  # what is repaired is not shared
+    common = min(common_tokens(first.token_ids, second.token_ids), first.limit, second.limit)
+    return common if common >= MIN_SHARED_TOKENS else 0
+
+
+def _sharing(jobs: Sequence[Job[Result]]) -> list[Job[Result]]:
+    """Those of sorted `jobs` that share text with another; text that has moved may be shared anywhere."""
+    shared = [0, *(_shared(first.request, second.request) for first, second in pairwise(jobs)), 0]
+    return [
+        job
+        for job, beside in zip(jobs, pairwise(shared), strict=False)
+        if any(beside) or job.request.mode is GenerationMode.CHUNK_KV_REUSE
+    ]
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+def collected(outcomes: Iterator[Outcome[Result]], count: int) -> list[Result]:
+    """All results in the order of their requests; where some failed, an error that carries the others."""
+    found = dict(streamed(outcomes, count))
+    return [found[index] for index in range(count)]
+
+
+def streamed(outcomes: Iterator[Outcome[Result]], count: int) -> Iterator[tuple[int, Result]]:
+    """Index and result of each request as they come; those that failed are told at the end."""
+    results: list[Result | None] = [None] * count
+    failures: dict[int, Exception] = {}
+    for outcome in outcomes:
+        if isinstance(outcome.result, Exception):
+            failures[outcome.index] = outcome.result
+        else:
+            results[outcome.index] = outcome.result
+            yield outcome.index, outcome.result
+    if failures:
+        raise PartialResultsError(results, failures) from failures[min(failures)]
+
+
+def shown(
+    outcomes: Iterator[Outcome[Result]], count: int, progress: bool | None
+) -> Iterator[Outcome[Result]]:
+    """The outcomes with a progress bar; by default only where someone watches."""
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield from outcomes
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("answering", total=count)
+        for outcome in outcomes:
+            bar.advance(task)
+            yield outcome
