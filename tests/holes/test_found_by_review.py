@@ -348,8 +348,10 @@ def test_an_engine_with_a_disk_collected_as_garbage_in_the_savers_own_thread(
     held = [engine]
     del engine
     write = disk.tier.write_records
+    has_returned = threading.Event()  # until then the call itself holds the engine
 
     def collecting(records: Any) -> Any:
+        assert has_returned.wait(20)
         monkeypatch.undo()
         held.clear()
         gc.collect()
@@ -357,5 +359,6 @@ def test_an_engine_with_a_disk_collected_as_garbage_in_the_savers_own_thread(
 
     monkeypatch.setattr(disk.tier, "write_records", collecting)
     held[0].generate(PROMPT, max_new_tokens=2)
+    has_returned.set()
     disk._saver.join(timeout=20)
     assert not disk._saver.is_alive()
