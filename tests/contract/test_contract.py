@@ -746,7 +746,7 @@ def test_ttft_holds_all_work_before_the_first_token(make_engine: MakeEngine) -> 
 
     engine.core.parts.reader.read = delayed(engine.core.parts.reader.read)  # type: ignore[method-assign]
     engine.cache_manager.match_prefix = delayed(engine.cache_manager.match_prefix)  # type: ignore[method-assign]
-    engine.assembler.place = delayed(engine.assembler.place)  # type: ignore[method-assign]
+    engine.assembler.place_parts = delayed(engine.assembler.place_parts)  # type: ignore[method-assign]
     assert engine.generate(TEXT, 2).ttft_ms >= 3 * slow * 1e3
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.executor.model_fit import encoding_of
 from kvboost.identity import namespace
 from kvboost.identity.namespace import Namespace, NamespaceTracker
+from kvboost.parts.model_fit import encoding_of
 from kvboost.store.manager import KVCacheManager
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids, tiny_model

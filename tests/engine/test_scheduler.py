@@ -416,7 +416,7 @@ def test_a_failed_placement_leaves_nothing_behind(
     run(scheduler, [(0, read_request(engine, random_ids(500, 5), 4, cache_salt="other"))])
     scheduler.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler._context.loader._assembler, "place_parts", _out_of_memory)
+        patch.setattr(scheduler._parts.loader._assembler, "place_parts", _out_of_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             scheduler.join(read_request(engine, prompt, 8), Heard())
     assert scheduler.radix_tree.tokens == 0

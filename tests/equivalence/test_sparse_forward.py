@@ -23,7 +23,7 @@ from kvboost.kv.arena import Arena
 from kvboost.kv.layout import probe_layout
 from kvboost.models import AssembledPrompt
 from kvboost.reuse import repair
-from kvboost.reuse.assembler import PromptAssembler
+from kvboost.reuse.assembler import Lookup, PromptAssembler
 from kvboost.reuse.costs import CostEstimate
 from kvboost.reuse.repair import RepairStrategy
 from kvboost.run import decode, sparse_forward
@@ -364,7 +364,7 @@ def test_apply_is_the_function_that_the_engine_runs(
     applied = strategy.apply(assembled, engine.model)
     ids = np.array(prompt)
     arena = Arena(engine.layout, len(ids))
-    with assembler.planned(ids, engine.namespace(), limit=len(ids) - 1) as plan:
+    with assembler.planned(Lookup(ids, engine.namespace(), len(ids) - 1)) as plan:
         assembler.place(plan, arena)
     repairer: RepairStrategy = strategy
     chosen = repair.complete(engine.model, ids, arena, plan.repair_runs, repairer, end=len(ids) - 1)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.executor.model_fit import encoding_of
 from kvboost.identity.namespace import NamespaceTracker
+from kvboost.parts.model_fit import encoding_of
 from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.threads import at_once

@@ -51,21 +51,24 @@ class BatchMemory:
 
     # --- coming and going --------------------------------------------------------------------
 
-    def has_room(self, request: Request, exact_tokens: int, *, answers: bool, spare_tokens: int) -> bool:
+    def has_room(
+        self, request: Request, exact_tokens: int, *, answers: bool, spare_tokens: int, in_tree: int | None
+    ) -> bool:
         """Whether there are slots for a request, and `spare_tokens` more for others.
 
         Behind its first `exact_tokens` tokens its path is private.
         """
         reserved = sum(each.reserved for each in self.sequences)
-        tokens = request.token_ids[: prefill_tokens(request, answers=answers)]
+        tokens = request.token_ids[: prefill_tokens(request, answers=answers, in_tree=in_tree)]
         shared = _shared(exact_tokens, len(tokens))
         needed, there = self.radix_tree.room_for(request.namespace.key, tokens, reserved, shared)
-        return needed + self.spill_tokens(request, answers=answers) + spare_tokens <= there
+        spilled = self.spill_tokens(request, answers=answers, in_tree=in_tree)
+        return needed + spilled + spare_tokens <= there
 
     def enter(self, sequence: Sequence, exact_tokens: int) -> None:
-        """Give a sequence its path in the radix tree; behind `exact_tokens` tokens no other may find it.
+        """Give a sequence its path in the radix tree, and the next lane. Its new nodes are not filled.
 
-        Its new nodes are not filled.
+        Behind `exact_tokens` tokens no other may find its path.
         """
         tokens = sequence.request.token_ids[: sequence.limit]
         key = sequence.request.namespace.key
@@ -75,28 +78,27 @@ class BatchMemory:
             try:
                 sequence.node = self.radix_tree.enter_private(sequence.node, tokens[shared:])
             except ValueError:
-                self.cancel(sequence)
+                self.radix_tree.leave(sequence.node)
                 raise
+        sequence.reserved = self.spill_tokens(
+            sequence.request, answers=sequence.answers, in_tree=sequence.in_tree
+        )
+        start = len(self.sequences) * self.lane_tokens
+        self.arena.clear(start, start + self.lane_tokens)  # read under a mask, which does not stop a NaN
+        sequence.lane = Segment(start, self.lane_tokens, sequence.segments, clean=True)
+        self.sequences.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Take a sequence's path back before it has a lane; what was placed in its nodes is not trusted."""
+        """Take back what `enter` gave; what was placed in its nodes is not trusted."""
         for node in sequence.own_nodes:
             node.segment.length = 0
-        self.radix_tree.leave(sequence.node)
+        self.free(sequence)
 
     def staged(self, tokens: int) -> Arena:
         """An arena for `tokens` tokens of one sequence, from slot 0 on; it is used again and again."""
         if self._staging is None or self._staging.capacity < tokens:
             self._staging = Arena(self.arena.layout, -(-tokens // _STAGED_TOKENS) * _STAGED_TOKENS)
         return self._staging
-
-    def add_lane(self, sequence: Sequence) -> None:
-        """Give a sequence that has entered the next lane."""
-        sequence.reserved = self.spill_tokens(sequence.request, answers=sequence.answers)
-        start = len(self.sequences) * self.lane_tokens
-        self.arena.clear(start, start + self.lane_tokens)  # read under a mask, which does not stop a NaN
-        sequence.lane = Segment(start, self.lane_tokens, sequence.segments, clean=True)
-        self.sequences.append(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's slots; the last lane moves into its place, so that lanes stay adjacent."""
@@ -115,9 +117,9 @@ class BatchMemory:
         self.sequences = []
         self.radix_tree = self._empty_tree()
 
-    def spill_tokens(self, request: Request, *, answers: bool) -> int:
-        """Slots beside its lane that a request's answer may need."""
-        return spill_tokens(request, self.lane_tokens) if answers else 0
+    def spill_tokens(self, request: Request, *, answers: bool, in_tree: int | None = None) -> int:
+        """Slots beside its lane that an answer may need; none where the rest of its prompt fits in it."""
+        return spill_tokens(request, self.lane_tokens) if answers and in_tree is None else 0
 
     # --- lanes -------------------------------------------------------------------------------
 

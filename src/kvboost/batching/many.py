@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from kvboost.batching.batch_memory import LANE_TOKENS, BatchMemory, spill_tokens
-from kvboost.batching.context import BatchContext
 from kvboost.batching.prefixes import MIN_SHARED_TOKENS, common_tokens, sorted_by_tokens
 from kvboost.batching.scheduler import ModelChangedError, Scheduler
 from kvboost.batching.scores import Scores
@@ -27,11 +26,13 @@ from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError, PartialResultsError
 from kvboost.kv.layout import KVLayout
 from kvboost.models import GenerationResult
+from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.request import Request, ScoreRequest
 
 MAX_SEQUENCES = 64  # beyond this the time of a step grows in proportion, and first tokens come later
 _MEMORY_SHARE = 4  # of the free memory, the KV of one batch takes at most this fraction
 _MIN_TOKENS = 4_096
+_USUAL = 0.9  # as many run at once as fit for this share of neighbours
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
@@ -90,6 +91,7 @@ class Job(Generic[Result]):
         self.members = members
         self.outcomes: list[Outcome[Result]] = []
         self.error: Exception | None = None
+        self.in_tree: int | None = None  # prompt tokens that others may share, if the others go into a lane
         self.scores = scores
 
     def token(self, token_id: int) -> None:
@@ -137,8 +139,8 @@ def score_jobs(requests: Sequence[ScoreRequest], decode: Callable[[list[int]], s
 class ManyRunner:
     """Runs many requests: `alone` answers or scores one, `why_alone` says why one cannot share a batch."""
 
-    def __init__(self, context: BatchContext, why_alone: Callable[[Any], str]) -> None:
-        self._context = context
+    def __init__(self, parts: EngineParts, why_alone: Callable[[Any], str]) -> None:
+        self._parts = parts
         self._why_alone = why_alone
         self.counts = BatchCounts()
 
@@ -156,7 +158,7 @@ class ManyRunner:
         Fewer than `at_least` do not run together; with `unshared_alone`, neither do those that share fewer
         than `MIN_SHARED_TOKENS` tokens with any other.
         """
-        self._context.fit.begin([job.request for job in jobs])
+        self._parts.fit.begin([job.request for job in jobs])
         order = [jobs[index] for index in sorted_by_tokens([job.request.token_ids for job in jobs])]
         together = [job for job in order if not self._why_alone(job.request)]
         if unshared_alone:
@@ -173,25 +175,25 @@ class ManyRunner:
         self, jobs: Sequence[Job[Result]], max_batch_tokens: int | None
     ) -> Iterator[Job[Result]]:
         """The jobs as they finish; those without an outcome are to run alone."""
-        most_tokens = max_batch_tokens or default_batch_tokens(self._context.layout)
-        size = Size.of([job.request for job in jobs], most_tokens)
+        most_tokens = max_batch_tokens or default_batch_tokens(self._parts.layout)
+        size = Size.of(jobs, most_tokens)
         waiting: deque[Job[Result]] = deque()
         for job in jobs:
-            if size.holds(job.request):
+            if size.holds(job):
                 waiting.append(job)
             else:
                 yield job
         if not waiting:
             return
-        workspace = self._context.workspace
+        workspace = self._parts.workspace
         arena = workspace.take(size.slots, "", _NO_TOKENS)[0]
         memory = BatchMemory(arena, size.sequences, size.tokens, size.lane_tokens)
-        scheduler = Scheduler(self._context, memory, offline=True)
+        scheduler = Scheduler(self._parts, memory, offline=True)
         self._count(size, arena.nbytes, [job.request for job in waiting])
         running: list[Job[Result]] = []
         has_left = True  # otherwise there is no more room than before
         while waiting or running:
-            while waiting and has_left and scheduler.has_room(waiting[0].request):
+            while waiting and has_left and scheduler.has_room(waiting[0].request, in_tree=waiting[0].in_tree):
                 job = waiting.popleft()
                 if _joins(scheduler, job):
                     running.append(job)
@@ -215,7 +217,7 @@ class ManyRunner:
         if nbytes > counts.largest_kv_bytes:
             copied = max(request.needed for request in requests) * min(size.sequences, len(requests))
             counts.largest_kv_bytes = nbytes
-            counts.largest_kv_bytes_if_copied = copied * self._context.layout.bytes_per_token
+            counts.largest_kv_bytes_if_copied = copied * self._parts.layout.bytes_per_token
 
     @staticmethod
     def _run_alone(job: Job[Result], alone: Callable[[Any], Result]) -> Iterator[Outcome[Result]]:
@@ -233,7 +235,8 @@ def _result_or_error(alone: Callable[[Any], Result], request: Request) -> Result
 def _joins(scheduler: Scheduler, job: Job[Any]) -> bool:
     """Have a job join; where that fails, whoever runs it alone hears why."""
     try:
-        scheduler.join(job.request, job, scores=job.add_logits if job.scores else None)
+        scores = job.add_logits if job.scores else None
+        scheduler.join(job.request, job, scores=scores, in_tree=job.in_tree)
     except Exception:
         return False
     return True
@@ -270,34 +273,43 @@ class Size(NamedTuple):
     def slots(self) -> int:
         return self.sequences * self.lane_tokens + self.tokens
 
-    def holds(self, request: Request) -> bool:
+    def holds(self, job: Job[Any]) -> bool:
         """Whether a request fits if nothing else runs."""
-        return request.limit + spill_tokens(request, self.lane_tokens) <= self.tokens
+        if job.in_tree is not None:
+            return job.in_tree <= self.tokens
+        return job.request.limit + spill_tokens(job.request, self.lane_tokens) <= self.tokens
 
     @classmethod
-    def of(cls, requests: Sequence[Request], most_slots: int) -> Size:
-        """For requests sorted by their tokens: as many at once as fit `most_slots` slots."""
-        if not requests:
+    def of(cls, jobs: Sequence[Job[Any]], most_slots: int) -> Size:
+        """For jobs sorted by their tokens: as many at once as fit `most_slots` slots.
+
+        Where the end of a prompt that no other shares fits into a lane, it will go there.
+        """
+        if not jobs:
             return cls(0, 0, 0)
+        requests = [job.request for job in jobs]
         limits = np.array([request.limit for request in requests])
         shared = np.array([0, *(_shared(*pair) for pair in pairwise(requests))])
-        own = limits - shared
+        in_tree = np.maximum(shared, np.append(shared[1:], 0))
         behind = np.array([request.needed - request.limit for request in requests])
-        if isinstance(requests[0], ScoreRequest):
-            lane = int(behind.max())  # a continuation goes through at once
-        else:
-            tails = limits - np.maximum(shared, np.append(shared[1:], 0))  # of prompts, which go into lanes
-            wanted = behind + tails
-            lane = int(wanted[wanted <= LANE_TOKENS].max(initial=min(LANE_TOKENS, behind.max())))
+        wanted, can_spill = limits - in_tree + behind, not isinstance(requests[0], ScoreRequest)
+        least = int(behind.max()) if not can_spill else min(LANE_TOKENS, int(behind.max()))
+        lane = int(wanted[wanted <= max(least, LANE_TOKENS)].max(initial=least))
+        is_exact = np.array([request.mode is not GenerationMode.CHUNK_KV_REUSE for request in requests])
+        in_lane = is_exact & (wanted <= lane)
+        for job, fits, tokens in zip(jobs, in_lane.tolist(), in_tree.tolist(), strict=True):
+            job.in_tree = tokens if fits else None
         spilled = np.array([spill_tokens(request, lane) for request in requests])
-        ends = np.cumsum([0, *(own + spilled)])
-        sequences = min(MAX_SEQUENCES, len(requests))
+        own = np.where(in_lane, in_tree, limits + spilled) - shared
+        ends = np.cumsum([0, *own])
+        sequences = min(MAX_SEQUENCES, len(jobs))
         while sequences > 1:
-            needed = ends[sequences:] - ends[:-sequences] + shared[: len(requests) - sequences + 1]
-            if np.median(needed) + sequences * lane <= most_slots:
+            needed = ends[sequences:] - ends[:-sequences] + shared[: len(jobs) - sequences + 1]
+            if np.quantile(needed, _USUAL) + sequences * lane <= most_slots:
                 break
             sequences -= max(1, sequences // 4)
-        all_tokens = int(ends[-1]) + MIN_SHARED_TOKENS * len(requests)  # a short shared part is copied
+        nested = int(((shared > 0) & (in_tree > shared)).sum())  # a short part behind another is not shared
+        all_tokens = int(ends[-1]) + MIN_SHARED_TOKENS * nested
         return cls(sequences, min(all_tokens, most_slots - sequences * lane), lane)
 
 

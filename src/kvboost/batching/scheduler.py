@@ -17,13 +17,11 @@ from __future__ import annotations
 import time
 from collections import abc
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
 from kvboost.batching.batch_memory import BatchMemory
-from kvboost.batching.context import BatchContext
 from kvboost.batching.pace import Pace
 from kvboost.batching.prefill import Turns, fills_of, speaks_first
 from kvboost.batching.radix_tree import RadixTree
@@ -31,6 +29,7 @@ from kvboost.batching.repair_choice import choose_repair
 from kvboost.batching.sequence import Listener, Sequence, StockDecoder, TakeLogits, prefill_tokens
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
+from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.prepared import CHANGED_REASON, LENGTH_REASON
 from kvboost.requests.request import Request
 from kvboost.reuse.plan import PlanPart, ReusePlan
@@ -64,12 +63,12 @@ class Scheduler:
     requests fail with a ModelChangedError.
     """
 
-    def __init__(self, context: BatchContext, memory: BatchMemory, *, offline: bool = False) -> None:
-        self._context = context
+    def __init__(self, parts: EngineParts, memory: BatchMemory, *, offline: bool = False) -> None:
+        self._parts = parts
         self._memory = memory
         self._offline = offline
         self._order: list[Sequence] = []  # by arrival; those in the arena and those outside
-        self._pace = Pace(on_gpu=context.layout.slabs[0].device.type == "cuda", offline=offline)
+        self._pace = Pace(on_gpu=parts.layout.slabs[0].device.type == "cuda", offline=offline)
         self._turns = Turns()
         self.counts = SchedulerCounts()
 
@@ -114,14 +113,24 @@ class Scheduler:
             )
 
     def has_room(
-        self, request: Request, *, answers: bool = True, spare_sequences: int = 0, spare_tokens: int = 0
+        self,
+        request: Request,
+        *,
+        answers: bool = True,
+        spare_sequences: int = 0,
+        spare_tokens: int = 0,
+        in_tree: int | None = None,
     ) -> bool:
         """Whether a request could join now, and leave so many sequences and tokens free for others."""
         if len(self._memory.sequences) >= self.max_sequences - spare_sequences:
             return False
         is_exact = request.mode is not GenerationMode.CHUNK_KV_REUSE
-        exact = len(request.token_ids) if is_exact else self._context.plan(request).first_approximate
-        return self._memory.has_room(request, exact, answers=answers, spare_tokens=spare_tokens)
+        exact = len(request.token_ids)
+        if not is_exact:
+            exact = self._parts.assembler.plan(self._parts.lookup(request)).first_approximate
+        return self._memory.has_room(
+            request, exact, answers=answers, spare_tokens=spare_tokens, in_tree=in_tree
+        )
 
     def join(
         self,
@@ -131,24 +140,26 @@ class Scheduler:
         answers: bool = True,
         tenant: str = "",
         scores: TakeLogits | None = None,
+        in_tree: int | None = None,
     ) -> Sequence:
         """Take a request of `tenant` in; `answers=False` only computes its prompt, for later ones.
 
         What is stored of it is placed now, the rest is computed in the next steps. With `scores`, no tokens
-        are chosen: it gets the logits.
+        are chosen: it gets the logits. If no other can share more than the first `in_tree` tokens, the
+        others go into its lane, which must have room for them and the answer.
         """
         self._check_model()
-        self._context.fit.begin([request])
-        sequence = Sequence(request, listener, answers=answers, tenant=tenant, scores=scores)
+        self._parts.fit.begin([request])
+        sequence = Sequence(request, listener, answers=answers, tenant=tenant, scores=scores, in_tree=in_tree)
         if sequence.is_sampled:
-            model, tokenizer = self._context.model, self._context.tokenizer
+            model, tokenizer = self._parts.model, self._parts.tokenizer
             sequence.sampler = SequenceSampler(
                 model, tokenizer, request.token_ids, request.options, request.index
             )
         if why := request.namespace.gated:
             if self._offline:
                 raise ModelChangedError
-            sequence.stock = StockDecoder(self._context.model, why)
+            sequence.stock = StockDecoder(self._parts.model, why)
         else:
             self._enter(sequence)
         self._order.append(sequence)
@@ -160,18 +171,18 @@ class Scheduler:
         """Give a sequence its slots, and place what is stored of its prompt."""
         has_entered = False
 
-        def parts(plans: list[ReusePlan]) -> list[PlanPart]:
+        def parts(plan: ReusePlan) -> list[PlanPart]:
             nonlocal has_entered
             if has_entered:  # a chunk could not be loaded, and this is another plan
                 self._memory.cancel(sequence)
                 has_entered = False
-            self._memory.enter(sequence, plans[0].first_approximate)
+            self._memory.enter(sequence, plan.first_approximate)
             has_entered = True
-            return _parts_for(sequence, plans[0])
+            return _parts_for(sequence, plan)
 
-        planned = partial(self._context.planned, sequence.request)
+        lookup = self._parts.lookup(sequence.request)
         try:
-            (plan,) = self._context.loader.place_sequences([planned], parts, self._memory.arena)
+            plan = self._parts.loader.place_parts(lookup, parts, self._memory.arena)
         except BaseException:
             if has_entered:
                 self._memory.cancel(sequence)
@@ -181,12 +192,11 @@ class Scheduler:
         sequence.awaits_choice = plan.needs_repair
         if not plan.needs_repair:
             sequence.set_missing(live_positions(plan.runs, sequence.limit))
-        self._memory.add_lane(sequence)
 
     def _check_model(self) -> None:
         """Where the model is another one than at the last step, take all sequences out of the arena."""
         sequences = list(self._memory.sequences)
-        if not sequences or self._context.fit.is_current(sequences[0].request.namespace):
+        if not sequences or self._parts.fit.is_current(sequences[0].request.namespace):
             return
         for sequence in sequences:
             if self._offline:
@@ -194,7 +204,7 @@ class Scheduler:
                 sequence.listener.failed(ModelChangedError())
             else:
                 self._memory.free(sequence)
-                sequence.stock = StockDecoder(self._context.model, CHANGED_REASON)
+                sequence.stock = StockDecoder(self._parts.model, CHANGED_REASON)
         self._memory.reset()
 
     # --- step --------------------------------------------------------------------------------
@@ -264,7 +274,7 @@ class Scheduler:
 
     def _choose_or_fail(self, sequence: Sequence) -> None:
         try:
-            choose_repair(self._context.model, self._memory, sequence)
+            choose_repair(self._parts.model, self._memory, sequence)
         except Exception as error:  # a strategy of the caller's own, or OOM: the others go on
             self._drop(sequence)
             sequence.listener.failed(error)
@@ -286,7 +296,7 @@ class Scheduler:
             self.leave(sequence)
             return
         request, sampler = sequence.request, sequence.sampler
-        self._context.fit.begin([request])
+        self._parts.fit.begin([request])
         new_ids = np.asarray(sampler.new_ids, dtype=np.int64)
         error: Exception | None = None
         try:
@@ -303,13 +313,13 @@ class Scheduler:
         """Run the extensions and choose their sequences' next tokens; returns what failed, by sequence id."""
         parts.sort(key=lambda part: _prefix_key(part[0].segment))
         found = []
-        model = self._context.model
+        model = self._parts.model
         with decode.running(model, fast=True, was_read=True):
             for number, first, logits in extend(model, self._memory.arena, [each for each, _ in parts]):
                 sequence = parts[number][1]
                 assert sequence is not None
                 if sequence.scores is not None:
-                    sequence.scores(sequence.limit + first, logits)
+                    sequence.scores(sequence.request.limit + first, logits)
                 else:
                     found.append((sequence, logits[0]))
             return _choose_tokens(found)
@@ -327,7 +337,7 @@ class Scheduler:
             decoded.first_token_at = time.perf_counter()
         if sequence.is_sampled and finished_at is None:
             decoded.finish_reason = "cancelled"
-        text = self._context.reader.decode(decoded.token_ids) if decoded.token_ids else ""
+        text = self._parts.reader.decode(decoded.token_ids) if decoded.token_ids else ""
         if decoded.token_ids and finished_at is not None:
             sequence.listener.token(decoded.token_ids[-1])
         result = request.result(decoded, sequence.spans, text, finished_at)
@@ -340,7 +350,7 @@ class Scheduler:
 
     def _count_request(self, sequence: Sequence, cached_tokens: int) -> None:
         token_s, computed = self._pace.token_s, len(sequence.request.prompt) - cached_tokens
-        self._context.recorder.count(
+        self._parts.recorder.count(
             sequence.request,
             sequence.plan if sequence.stock is None else None,
             cached_tokens,
@@ -352,7 +362,7 @@ class Scheduler:
     def _store_prompt(self, sequence: Sequence) -> None:
         """Store what is new of a sequence's prompt, piece by piece, so that no step has much to store."""
         filled = min(sequence.filled_tokens, sequence.limit, sequence.exact_tokens)
-        chunk = self._context.manager.chunk_size
+        chunk = self._parts.manager.chunk_size
         if filled - sequence.stored_tokens >= chunk:
             sequence.stored_tokens = filled
             self._store_tokens(sequence, sequence.request.token_ids[: filled - filled % chunk])
@@ -366,7 +376,7 @@ class Scheduler:
             return
         lane.before = sequence.segments
         kv = SequenceKV(self._memory.arena, lane)
-        plan, recomputed, recorder = sequence.plan, sequence.recomputed, self._context.recorder
+        plan, recomputed, recorder = sequence.plan, sequence.recomputed, self._parts.recorder
         if not sequence.is_sampled:
             recorder.store(request.prompt.token_ids, kv, request.namespace, plan, recomputed)
         else:
@@ -379,7 +389,7 @@ class Scheduler:
     def _store_tokens(self, sequence: Sequence, token_ids: np.ndarray) -> None:
         """Store the first tokens of a prompt, which are exact."""
         kv = SequenceKV(self._memory.arena, sequence.node.segment)
-        self._context.recorder.store(token_ids, kv, sequence.request.namespace, sequence.plan)
+        self._parts.recorder.store(token_ids, kv, sequence.request.namespace, sequence.plan)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, and free its slots."""
@@ -414,15 +424,17 @@ def _parts_for(sequence: Sequence, plan: ReusePlan) -> list[PlanPart]:
         else:
             segment.length = min(max(0, plan.prefix_end - segment.position), segment.capacity)
             found.append(PlanPart.exact(plan, segment.position, segment.end, segment.start))
-    return found
+    lane = sequence.lane
+    lane.length = max(0, plan.prefix_end - lane.position)
+    return [*found, PlanPart.exact(plan, lane.position, lane.end, lane.start)]
 
 
 def _next_token(sequence: Sequence) -> tuple[Extension, Sequence]:
     """The token that a sequence feeds next: its newest, or the last of its prompt."""
     if sequence.is_decoding:
         return Extension(sequence.lane, np.array(sequence.sampler.new_ids[-1:])), sequence
-    last = sequence.request.token_ids[sequence.limit :]
-    return Extension(sequence.lane, last, len(last)), sequence
+    ids, wanted = sequence.request.token_ids, len(sequence.request.token_ids) - sequence.request.limit
+    return Extension(sequence.lane, ids[sequence.lane.end :], wanted), sequence
 
 
 def _choose_tokens(found: list[tuple[Sequence, torch.Tensor]]) -> dict[int, Exception]:

@@ -44,9 +44,14 @@ class Listener(Protocol):
         """There is no answer."""
 
 
-def prefill_tokens(request: Request, *, answers: bool) -> int:
-    """Prompt tokens that go into the radix tree; the last one of an answered prompt gives the first token."""
-    return request.limit if answers else len(request.token_ids)
+def prefill_tokens(request: Request, *, answers: bool, in_tree: int | None = None) -> int:
+    """Prompt tokens that go into the radix tree, at most `in_tree`.
+
+    The last one of an answered prompt never does: it gives the first token.
+    """
+    if not answers:
+        return len(request.token_ids)
+    return request.limit if in_tree is None else in_tree
 
 
 class Sequence:
@@ -66,6 +71,7 @@ class Sequence:
         answers: bool,
         tenant: str = "",
         scores: TakeLogits | None = None,
+        in_tree: int | None = None,
     ) -> None:
         self.request = request
         self.listener = listener
@@ -86,12 +92,13 @@ class Sequence:
         self.stored_tokens = 0  # of its prompt
         self.stock: StockDecoder | None = None  # set where it runs outside the arena
         self.is_decoding = False  # its whole prompt went through
-        self.tail_pulled = False  # the end of its prompt was moved into its lane, if that was possible
+        self.in_tree = in_tree  # if set, so many of its prompt's tokens; the others go into its lane at once
+        self.tail_pulled = in_tree is not None  # the end of its prompt is in its lane, if that was possible
 
     @property
     def limit(self) -> int:
         """Prompt tokens that go into the radix tree."""
-        return prefill_tokens(self.request, answers=self.answers)
+        return prefill_tokens(self.request, answers=self.answers, in_tree=self.in_tree)
 
     @property
     def unfilled(self) -> Node | None:

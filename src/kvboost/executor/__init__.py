@@ -1,1 +1,1 @@
-"""The parts of an engine, and the executors that run requests on them. The engine is a facade over it."""
+"""Runs requests on the parts of an engine. The engine is a facade over it."""

@@ -14,11 +14,11 @@ import torch
 
 from kvboost.batching.scores import Scores
 from kvboost.choices import GenerationMode, Origin
-from kvboost.executor.parts import EngineParts
 from kvboost.executor.warming import Warmer
 from kvboost.kv import rope
 from kvboost.kv.arena import Arena
 from kvboost.models import GenerationResult, ScoreResult, Span
+from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.prepared import LENGTH_REASON
 from kvboost.requests.request import Request, ScoreRequest
 from kvboost.reuse import repair
@@ -62,7 +62,7 @@ class AloneRunner:
         arena, exact, any_kind = parts.workspace.take(
             request.needed, request.namespace.key, request.token_ids, repaired
         )
-        return parts.loader.place(lambda: parts.planned(request), arena, exact, any_kind), arena
+        return parts.loader.place(parts.lookup(request), arena, exact, any_kind), arena
 
     def _repair(self, plan: ReusePlan, request: Request, arena: Arena) -> np.ndarray:
         """Recompute what the strategy chooses, and compute the gaps between reused runs.

@@ -17,10 +17,10 @@ from kvboost.batching.scheduler import Scheduler
 from kvboost.choices import GenerationMode, Origin
 from kvboost.executor.alone import AloneRunner
 from kvboost.executor.own_loop import OwnLoop
-from kvboost.executor.parts import EngineParts
 from kvboost.executor.warming import Warmer
 from kvboost.kv.arena import Arena
 from kvboost.models import GenerationResult, ScoreResult, Span
+from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Arguments, Request
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
@@ -114,6 +114,6 @@ class EngineCore:
         if why:
             spans = (Span(0, len(ids), Origin.LIVE, why),)
             return explain_spans(spans, ids.tolist(), parts.tokenizer.decode, lambda _key: None, None)
-        plan = parts.plan(request)
+        plan = parts.assembler.plan(parts.lookup(request))
         note = plan.refusal or (plan.repair.choice(plan) if plan.repair is not None else "")
         return explain_plan(plan, ids.tolist(), parts.tokenizer.decode, note)

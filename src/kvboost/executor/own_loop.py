@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from kvboost.choices import GenerationMode
-from kvboost.executor.parts import EngineParts
 from kvboost.executor.warming import Warmer
 from kvboost.kv.arena import Arena
+from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.prepared import PreparedPrompt
 from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Request
+from kvboost.reuse.assembler import Lookup
 from kvboost.reuse.recorder import Answer
 from kvboost.run import decode
 from kvboost.run.options import read_options
@@ -47,9 +48,7 @@ class OwnLoop:
         if why := parts.why_plain(request) or options.why_not_prepared:
             return PreparedPrompt.gated(parts.model, ids, why)
         arena = Arena(parts.layout, len(ids) + max_new_tokens)
-        plan = parts.loader.place(
-            lambda: parts.assembler.planned(ids, request.namespace, limit=request.limit), arena
-        )
+        plan = parts.loader.place(Lookup(ids, request.namespace, request.limit), arena)
         parts.recorder.count(request, plan, plan.reused)
         if parts.bit_exact:
             block = parts.settings.block

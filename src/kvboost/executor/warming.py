@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvboost.executor.parts import EngineParts
 from kvboost.identity.namespace import Namespace
 from kvboost.kernels.scattered import ScatteredAttention
 from kvboost.kv.arena import Arena
 from kvboost.models import WarmResult
+from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.prompts import Prompt
+from kvboost.reuse.assembler import Lookup
 from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.recorder import NO_POSITIONS, Answer
 from kvboost.run import decode
@@ -55,7 +56,7 @@ class Warmer:
         if position_offset:
             namespace = namespace.at_offset(position_offset)
         arena, already, _ = parts.workspace.take(max(end, 1), namespace.key, ids)
-        plan = parts.loader.place(lambda: parts.assembler.planned(ids, namespace, limit=end), arena, already)
+        plan = parts.loader.place(Lookup(ids, namespace, end), arena, already)
         with decode.running(parts.model, fast=not parts.bit_exact, was_read=True):
             if parts.settings.overlap_k:
                 self._encode_with_overlap(ids, arena, end, position_offset)

@@ -20,7 +20,7 @@ from kvboost.kv import rope
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout
 from kvboost.reuse import repair, strategies
-from kvboost.reuse.assembler import PromptAssembler
+from kvboost.reuse.assembler import Lookup, PromptAssembler
 from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.repair import RepairStrategy, positions_of
 from kvboost.run import decode
@@ -136,9 +136,8 @@ class ReuseTrial:
         """An arena with all but the prompt's last token, and what was reused and computed again for it."""
         total = len(self._ids)
         arena = Arena(engine.layout, total + len(self.answer_ids))
-        with engine.assembler.planned(
-            self._ids, engine.namespace(), limit=total - 1, mode=AssemblyMode.CHUNK_REUSE
-        ) as plan:
+        lookup = Lookup(self._ids, engine.namespace(), total - 1, AssemblyMode.CHUNK_REUSE)
+        with engine.assembler.planned(lookup) as plan:
             engine.assembler.place(plan, arena)
         runs = plan.repair_runs
         recomputed = repair.complete(engine.model, self._ids, arena, runs, strategy, end=total - 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,21 @@ from kvboost.store.matching import ChainMatch, ChunkMatch, PrefixMatch
 
 if TYPE_CHECKING:
     from kvboost.reuse.policy import Repair
+
+
+class Lookup(NamedTuple):
+    """What to look for: tokens `[n]` of a namespace, of which the first `limit` may be reused.
+
+    Approximate reuse is left out where `repair` does not pay; with a `refusal`, always. A `mode` of None is
+    that of the assembler.
+    """
+
+    token_ids: np.ndarray
+    namespace: Namespace
+    limit: int
+    mode: AssemblyMode | None = None
+    repair: Repair | None = None
+    refusal: str = ""
 
 
 class PromptAssembler:
@@ -56,51 +71,18 @@ class PromptAssembler:
         self._lossy_from = lossy_from
 
     @contextmanager
-    def planned(
-        self,
-        token_ids: np.ndarray,
-        namespace: Namespace,
-        limit: int,
-        *,
-        mode: AssemblyMode | None = None,
-        repair: Repair | None = None,
-        refusal: str = "",
-    ) -> Iterator[ReusePlan]:
-        """What can be reused of the first `limit` tokens. It cannot be evicted until the block ends.
-
-        Approximate reuse is left out where `repair` does not pay; with a `refusal`, always.
-        """
-        plan = self._plan(token_ids, namespace, limit, mode, repair, refusal, hold=True)
+    def planned(self, lookup: Lookup) -> Iterator[ReusePlan]:
+        """What can be reused. It cannot be evicted until the block ends."""
+        plan = self.plan(lookup, hold=True)
         try:
             yield plan
         finally:
             self._manager.release_content(plan.content, used=plan.reused > plan.prefix_end)
             self._manager.release(plan.match, used_tokens=plan.prefix_end)
 
-    def plan(
-        self,
-        token_ids: np.ndarray,
-        namespace: Namespace,
-        limit: int,
-        *,
-        mode: AssemblyMode | None = None,
-        repair: Repair | None = None,
-        refusal: str = "",
-    ) -> ReusePlan:
-        """What could be reused of the first `limit` tokens. Changes nothing."""
-        return self._plan(token_ids, namespace, limit, mode, repair, refusal, hold=False)
-
-    def _plan(
-        self,
-        token_ids: np.ndarray,
-        namespace: Namespace,
-        limit: int,
-        mode: AssemblyMode | None,
-        repair: Repair | None,
-        refusal: str,
-        *,
-        hold: bool,
-    ) -> ReusePlan:
+    def plan(self, lookup: Lookup, *, hold: bool = False) -> ReusePlan:
+        """What could be reused. Changes nothing, unless it is told to hold what it finds."""
+        token_ids, namespace, limit, mode, repair, refusal = lookup
         if repair is not None:
             namespace = replace(namespace, repaired=repair.label)
         match = self._manager.match_prefix(token_ids, namespace, hold=hold)
@@ -152,6 +134,11 @@ class PromptAssembler:
         `any_already`. `loaded` has the KV of chunks that are on disk only.
         """
         self.place_parts(parts_of(plan, exact_already, any_already), arena, loaded)
+        self.settle(plan, arena)
+
+    @staticmethod
+    def settle(plan: ReusePlan, arena: Arena) -> None:
+        """Make an arena in which `plan` was placed ready for repair and prefill."""
         if plan.needs_repair:
             # Gaps are masked, but a mask does not keep out a NaN that an earlier request left there.
             for start, end in plan.gaps:
@@ -181,7 +168,7 @@ class PromptAssembler:
         """Gather the KV that is stored for `token_ids`, up to the last one."""
         ids = np.asarray(token_ids, dtype=np.int64)
         total = len(ids)
-        with self.planned(ids, namespace, limit=total) as whole_plan:
+        with self.planned(Lookup(ids, namespace, total)) as whole_plan:
             needed = [chunk for chunk in chunks_of(parts_of(whole_plan)) if not chunk.kv.is_loaded]
             loaded = self._manager.load(needed) if needed and self._manager.load is not None else {}
             plan = whole_plan.without({chunk.chunk_id for chunk in needed} - loaded.keys())

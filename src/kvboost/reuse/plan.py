@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,7 +50,7 @@ class ReusePlan:
     refusal: str = ""
     repair: Repair | None = None
 
-    @property
+    @cached_property
     def pieces(self) -> list[ChunkMatch]:
         """The prefix matches, cut at `prefix_end`."""
         return cut_pieces(self.match.matches, 0, self.prefix_end)
@@ -71,12 +72,12 @@ class ReusePlan:
             content=replace(self.content, chain=chain, runs=runs),
         )
 
-    @property
+    @cached_property
     def chain_pieces(self) -> list[ChunkMatch]:
         """What the approximate chain borrows after the prefix."""
         return cut_pieces(self.content.chain.pieces, self.prefix_end, self.chain_end)
 
-    @property
+    @cached_property
     def moved_pieces(self) -> list[ChunkMatch]:
         """The matches that were found by content."""
         return [piece for run in self.content.runs for piece in run]
@@ -85,7 +86,7 @@ class ReusePlan:
         """Whether a prefix piece was computed without seeing all tokens before it."""
         return self.lossy_from is not None and piece.start > self.lossy_from
 
-    @property
+    @cached_property
     def runs(self) -> tuple[ReusedRun, ...]:
         """All that is reused, as runs. Those of a chain and those found by content are not exact."""
         lossy = [piece for piece in self.pieces if self.is_lossy(piece)]
@@ -97,13 +98,13 @@ class ReusePlan:
         moved = (ReusedRun(run[0].start, run[-1].end, run[0].shift, False) for run in self.content.runs)
         return (*runs, *moved)
 
-    @property
+    @cached_property
     def repair_runs(self) -> tuple[ReusedRun, ...]:
         """The runs as repair sees them: a chain was repaired in an earlier request and counts as exact."""
         chain = (self.prefix_end, self.chain_end)
         return tuple(run._replace(exact=run.exact or run[:2] == chain) for run in self.runs)
 
-    @property
+    @cached_property
     def needs_repair(self) -> bool:
         """Whether a run is neither exact nor repaired already."""
         return any(not run.exact for run in self.repair_runs)
@@ -126,12 +127,12 @@ class ReusePlan:
         """Whether text was found by content."""
         return bool(self.content.runs)
 
-    @property
+    @cached_property
     def first_approximate(self) -> int:
         """The first position whose KV is not exact; everything before it is, reused or computed."""
         return min((run.start for run in self.runs if not run.exact), default=self.total)
 
-    @property
+    @cached_property
     def reused(self) -> int:
         """Tokens that are reused."""
         return sum(run.end - run.start for run in self.runs)

@@ -15,6 +15,7 @@ from kvboost import KVBoost
 from kvboost.choices import AssemblyMode, Origin
 from kvboost.kv.arena import Arena
 from kvboost.models import Borrow, CompositeChunk
+from kvboost.reuse.assembler import Lookup
 from tests.engine.reuse_checks import (
     Chat,
     approximate_tokens,
@@ -75,7 +76,7 @@ def check_chain_is_what_was_computed(engine: KVBoost, ids: Sequence[int]) -> int
     assert kept is not None
     known = kept.token_ids
     assert known.tolist() == list(ids[: len(known)])
-    plan = engine.assembler.plan(known, engine.namespace(), len(known), mode=AssemblyMode.CHUNK_REUSE)
+    plan = engine.assembler.plan(Lookup(known, engine.namespace(), len(known), AssemblyMode.CHUNK_REUSE))
     arena = Arena(engine.layout, len(known))
     engine.assembler.place(plan, arena)
     assert plan.contiguous_end == len(known)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvboost.choices import AssemblyMode, Origin
+from kvboost.reuse.assembler import Lookup
 from tests.engine.reuse_checks import (
     APPROXIMATE,
     approximate_tokens,
@@ -37,7 +38,7 @@ def test_a_document_is_found_at_any_offset(make_engine: MakeEngine) -> None:
         cached = sum(
             len(range(max(span.start, inside.start), min(span.end, inside.stop)))
             for span in engine.assembler.plan(
-                np.array(prompt), engine.namespace(), len(prompt) - 1, mode=AssemblyMode.CHUNK_REUSE
+                Lookup(np.array(prompt), engine.namespace(), len(prompt) - 1, AssemblyMode.CHUNK_REUSE)
             ).spans()
             if span.origin is Origin.APPROXIMATE
         )

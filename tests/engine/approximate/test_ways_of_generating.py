@@ -11,6 +11,7 @@ import pytest
 from kvboost.choices import AssemblyMode
 from kvboost.kv.arena import Arena
 from kvboost.reuse import repair
+from kvboost.reuse.assembler import Lookup
 from kvboost.run import decode
 from kvboost.run.options import read_options
 from tests.engine.reuse_checks import (
@@ -63,7 +64,8 @@ def test_beams_and_sampling_run_on_the_repaired_arena(
     ids = np.array([*random_ids(5, seed=1), *joined(shelf[::-1]), *random_ids(9, seed=2)])
     engine = shelf_engine(make_engine, shelf, model=model)
     total = len(ids)
-    with engine.assembler.planned(ids, engine.namespace(), total - 1, mode=AssemblyMode.CHUNK_REUSE) as plan:
+    lookup = Lookup(ids, engine.namespace(), total - 1, AssemblyMode.CHUNK_REUSE)
+    with engine.assembler.planned(lookup) as plan:
         arena = Arena(engine.layout, total + 12)
         engine.assembler.place(plan, arena)
     strategy = engine.core.parts.approximation.repair().strategy(plan)

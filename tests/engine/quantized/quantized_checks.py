@@ -14,6 +14,7 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import Packed
 from kvboost.models import PastKVType
+from kvboost.reuse.assembler import Lookup
 from kvboost.reuse.plan import QUANTIZED_REASON
 from tests.engine.reuse_checks import check_store, fresh_kv, joined
 from tests.tiny_models import long_model
@@ -100,7 +101,7 @@ def tensors_of(engine: KVBoost) -> dict[str, Packed]:
 
 def placed(engine: KVBoost, ids: Sequence[int], mode: AssemblyMode = AssemblyMode.CHUNK_REUSE) -> PastKVType:
     """What the store alone gives for `ids`, as far as it reaches from the start."""
-    plan = engine.assembler.plan(np.array(ids), engine.namespace(), len(ids), mode=mode)
+    plan = engine.assembler.plan(Lookup(np.array(ids), engine.namespace(), len(ids), mode))
     arena = Arena(engine.layout, len(ids))
     engine.assembler.place(plan, arena)
     return arena.as_past_key_values()

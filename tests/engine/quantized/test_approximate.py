@@ -8,6 +8,7 @@ import torch
 
 from kvboost.choices import AssemblyMode, KVBits, Origin
 from kvboost.kv.arena import Arena
+from kvboost.reuse.assembler import Lookup
 from kvboost.reuse.plan import CHAIN_REASON, QUANTIZED_REASON
 from tests.engine.quantized.quantized_checks import (
     LOSSY,
@@ -67,7 +68,7 @@ def test_moved_keys_are_turned_after_decoding(bits: KVBits, shift: int, make_eng
     engine.warm(document, position_offset=30)
     prompt = [*random_ids(30 + shift, seed=2), *document, *random_ids(3, seed=3)]
     ids = np.array(prompt)
-    plan = engine.assembler.plan(ids, engine.namespace(), len(ids), mode=AssemblyMode.CHUNK_REUSE)
+    plan = engine.assembler.plan(Lookup(ids, engine.namespace(), len(ids), AssemblyMode.CHUNK_REUSE))
     assert [run.shift for run in plan.runs] == [shift]
     run = plan.runs[0]
     assert run.end - run.start == 100

@@ -39,39 +39,54 @@ def families(draw: st.DrawFn) -> list[list[int]]:
     return [prompts[index] for index in order]
 
 
+def jobs_of(prompts: list[list[int]], new_tokens: int) -> list[Job[Any]]:
+    return [Job(request_of(prompt, new_tokens), []) for prompt in prompts]
+
+
 @settings(max_examples=200, deadline=None)
 @given(families(), st.integers(1, 600), st.integers(1, 700))
 def test_a_batch_keeps_its_bound(prompts: list[list[int]], most_slots: int, new_tokens: int) -> None:
-    size = Size.of([request_of(prompt, new_tokens) for prompt in prompts], most_slots)
+    jobs = jobs_of(prompts, new_tokens)
+    size = Size.of(jobs, most_slots)
     assert 1 <= size.sequences <= min(MAX_SEQUENCES, len(prompts))
     assert 1 <= size.lane_tokens <= LANE_TOKENS
     assert size.slots <= most_slots
-    for prompt in prompts:
-        request = request_of(prompt, new_tokens)
-        assert size.holds(request) == (
-            len(prompt) - 1 + spill_tokens(request, size.lane_tokens) <= size.tokens
-        )
+    for job in jobs:
+        request = job.request
+        if job.in_tree is not None:  # the rest of the prompt and all of the answer but its last token
+            assert request.limit - job.in_tree + new_tokens <= size.lane_tokens
+            assert size.holds(job) == (job.in_tree <= size.tokens)
+        else:
+            needed = request.limit + spill_tokens(request, size.lane_tokens)
+            assert size.holds(job) == (needed <= size.tokens)
 
 
 @settings(max_examples=200, deadline=None)
 @given(families(), st.integers(1, 700))
 def test_with_memory_enough_all_run_at_once(prompts: list[list[int]], new_tokens: int) -> None:
-    requests = [request_of(prompt, new_tokens) for prompt in prompts]
-    size = Size.of(requests, 10**9)
+    jobs = jobs_of(prompts, new_tokens)
+    size = Size.of(jobs, 10**9)
     assert size.sequences == len(prompts)
-    assert all(size.holds(request) for request in requests)
-    spilled = sum(spill_tokens(request, size.lane_tokens) for request in requests)
+    assert all(size.holds(job) for job in jobs)
+    spilled = sum(spill_tokens(job.request, size.lane_tokens) for job in jobs)
     assert size.tokens <= sum(map(len, prompts)) + spilled + 16 * len(prompts)
 
 
 def test_a_shared_prefix_counts_once() -> None:
     prompts = [[7] * 1_000 + [number] * 20 for number in range(16)]
-    size = Size.of([request_of(prompt, 8) for prompt in prompts], 10**9)
-    assert size.tokens < 1_000 + 16 * 40
-    assert size.lane_tokens <= 32
-    fewer = Size.of([request_of(prompt, 8) for prompt in prompts], 1_000 + 300)
+    size = Size.of(jobs_of(prompts, 8), 10**9)
+    assert size.tokens < 1_000 + 16 * 20
+    assert 27 <= size.lane_tokens <= 32
+    jobs = jobs_of(prompts, 8)
+    fewer = Size.of(jobs, 1_000 + 300)
     assert 2 <= fewer.sequences < 16
-    assert all(fewer.holds(request_of(prompt, 8)) for prompt in prompts)
+    assert all(fewer.holds(job) for job in jobs)
+
+
+def test_what_is_repaired_stays_out_of_the_lanes() -> None:
+    jobs: list[Job[Any]] = [Job(request_of([number] * 20, 8, "chunk_kv_reuse"), []) for number in (1, 2)]
+    Size.of(jobs, 10**9)
+    assert [job.in_tree for job in jobs] == [None, None]
 
 
 @pytest.mark.parametrize("new_tokens", [1, 100, 127, 128, 129, 255, 256, 257, 700])

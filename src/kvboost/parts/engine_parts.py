@@ -6,7 +6,6 @@ Knows what an engine consists of, not how a request runs.
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,20 +15,19 @@ from kvboost.compat import text_config
 from kvboost.disk.cache import DiskCache
 from kvboost.disk.tiers import open_tier
 from kvboost.errors import InvalidRequestError
-from kvboost.executor.model_fit import ModelFit, check_model
 from kvboost.identity.namespace import Namespace
 from kvboost.kernels import linears
 from kvboost.kv import rope
 from kvboost.kv.codec import KVCodec
+from kvboost.parts.model_fit import ModelFit, check_model
 from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration
 from kvboost.requests.encoding import check_text
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request, RequestReader
-from kvboost.reuse.assembler import PromptAssembler
+from kvboost.reuse.assembler import Lookup, PromptAssembler
 from kvboost.reuse.chunk_loader import ChunkLoader
 from kvboost.reuse.chunk_writer import ChunkWriter
-from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.policy import Approximation, Repair
 from kvboost.reuse.recorder import Recorder
 from kvboost.reuse.workspace import Workspace
@@ -146,28 +144,18 @@ class EngineParts:
             return "bit-exact mode" if self.bit_exact else "overlap encoding"
         return self.why_plain(request) or self.fit.why_not_packed or sampling.why_alone(request.options)
 
-    def planned(self, request: Request) -> AbstractContextManager[ReusePlan]:
-        """What the cache holds of the prompt, as far as the request's mode allows, kept there meanwhile."""
-        what = request.token_ids, request.namespace, request.limit
-        return self.assembler.planned(*what, **self._planning(request))
-
-    def plan(self, request: Request) -> ReusePlan:
-        """The same, to look at: nothing is kept for it."""
-        what = request.token_ids, request.namespace, request.limit
-        return self.assembler.plan(*what, **self._planning(request))
-
     def repair_of(self, request: Request) -> Repair:
         """How moved text of a request is repaired: as it was when the request was read."""
         repair: Repair | None = request.repair
         return repair if repair is not None else self.approximation.repair()
 
-    def _planning(self, request: Request) -> dict[str, Any]:
-        """What a request's mode asks of its plan."""
-        repair = self.repair_of(request)
-        if request.mode is not GenerationMode.CHUNK_KV_REUSE:
-            return {"mode": AssemblyMode.PREFIX_ONLY, "repair": repair}
-        refusal = self.approximation.refusal(len(request.prompt), repair)
-        return {"mode": AssemblyMode.CHUNK_REUSE, "repair": repair, "refusal": refusal}
+    def lookup(self, request: Request) -> Lookup:
+        """What to look for in the cache, as far as the request's mode allows."""
+        mode, repair, refusal = AssemblyMode.PREFIX_ONLY, self.repair_of(request), ""
+        if request.mode is GenerationMode.CHUNK_KV_REUSE:
+            mode = AssemblyMode.CHUNK_REUSE
+            refusal = self.approximation.refusal(len(request.prompt), repair)
+        return Lookup(request.token_ids, request.namespace, request.limit, mode, repair, refusal)
 
     # --- changes -----------------------------------------------------------------------------
 
