@@ -396,8 +396,7 @@ class InferenceEngine:
         bounds: ReadingBounds = UNBOUNDED,
     ) -> list[int]:
         """The token ids that the model would read for `prompt`; with `warming`, those that `warm` reads."""
-        salt = self.core.parts.salt(cache_salt)
-        read = self.core.parts.reader.read(prompt, salt, warming=warming, bounds=bounds)
+        read = self.core.tokenize(prompt, cache_salt, warming=warming, bounds=bounds)
         ids: list[int] = read.token_ids.tolist()
         return ids
 

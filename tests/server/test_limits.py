@@ -276,7 +276,7 @@ def test_reading_a_long_prompt_holds_nobody_up(
         assert go_on.wait(10)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(engine, "tokenize", slow)
+    monkeypatch.setattr(engine.core, "tokenize", slow)
     monkeypatch.setattr(engine, "explain", slow)
     with ThreadPoolExecutor(2) as pool:
         for route, body in (("/v1/chat/completions", LONG), ("/v1/cache/explain", {"prompt": "x"})):

@@ -140,9 +140,9 @@ class SlowReading:
     def __init__(self, engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.let = threading.Event()
         self.begun = self.ended = 0
-        tokenize = engine.tokenize
+        tokenize = engine.core.tokenize
 
-        def slow(prompt: Any, *, bounds: Any, **options: Any) -> Any:
+        def slow(prompt: Any, salt: Any, *, bounds: Any, **options: Any) -> Any:
             if "slowly" in str(prompt):
                 self.begun += 1
                 try:
@@ -150,9 +150,9 @@ class SlowReading:
                         bounds.go_on()
                 finally:
                     self.ended += 1
-            return tokenize(prompt, bounds=bounds, **options)
+            return tokenize(prompt, salt, bounds=bounds, **options)
 
-        monkeypatch.setattr(engine, "tokenize", slow)
+        monkeypatch.setattr(engine.core, "tokenize", slow)
 
 
 SLOWLY: dict[str, Any] = {**LONG, "messages": [{"role": "user", "content": "slowly"}], "max_tokens": 1}

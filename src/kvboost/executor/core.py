@@ -21,7 +21,8 @@ from kvboost.executor.warming import Warmer
 from kvboost.kv.arena import Arena
 from kvboost.models import GenerationResult, ScoreResult, Span
 from kvboost.parts.engine_parts import EngineParts
-from kvboost.requests.prompts import Prompt
+from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
+from kvboost.requests.prompts import Prompt, TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
 from kvboost.settings import EngineArguments, EngineSettings
@@ -44,7 +45,18 @@ class EngineCore:
         self.own_loop = OwnLoop(parts, self.warmer)
         self.many = ManyRunner(parts, parts.why_alone)
 
-    def read(self, prompt: Prompt, arguments: Arguments) -> Request:
+    def tokenize(
+        self,
+        prompt: Prompt,
+        cache_salt: str | None,
+        *,
+        warming: bool = False,
+        bounds: ReadingBounds = UNBOUNDED,
+    ) -> TokenizedPrompt:
+        """What the model would read for `prompt`; with `warming`, what `warm` reads."""
+        return self.parts.reader.read(prompt, self.parts.salt(cache_salt), warming=warming, bounds=bounds)
+
+    def read(self, prompt: Prompt | TokenizedPrompt, arguments: Arguments) -> Request:
         """Check one request without running it."""
         started = time.perf_counter()
         repair = self.parts.approximation.repair(*arguments.repair)
@@ -104,7 +116,7 @@ class EngineCore:
         arena = Arena(parts.layout, max_sequences * lane + max_tokens)
         return Scheduler(parts, BatchMemory(arena, max_sequences, max_tokens, lane))
 
-    def explain(self, prompt: Prompt, arguments: Arguments) -> Explanation:
+    def explain(self, prompt: Prompt | TokenizedPrompt, arguments: Arguments) -> Explanation:
         """What would be reused of `prompt`, and why the rest would not."""
         parts = self.parts
         request = self.read(prompt, arguments)

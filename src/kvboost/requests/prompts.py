@@ -59,9 +59,16 @@ class PromptReader:
         return self._answers.size_bytes
 
     def read(
-        self, prompt: Prompt, salt: str = "", *, warming: bool = False, bounds: ReadingBounds = UNBOUNDED
+        self,
+        prompt: Prompt | TokenizedPrompt,
+        salt: str = "",
+        *,
+        warming: bool = False,
+        bounds: ReadingBounds = UNBOUNDED,
     ) -> TokenizedPrompt:
-        """Tokenize `prompt`. With `warming`, leave out what only the end of a prompt has."""
+        """Tokenize `prompt`, once. With `warming`, leave out what only the end of a prompt has."""
+        if isinstance(prompt, TokenizedPrompt):
+            return prompt
         if isinstance(prompt, str):
             self._encoder.check_length(prompt, bounds)
             ids = self._encoder.encode(prompt, add_special_tokens=True, what="prompt", bounds=bounds)

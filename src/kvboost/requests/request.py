@@ -254,7 +254,12 @@ class RequestReader:
         return self._max_positions
 
     def read(
-        self, prompt: Prompt, arguments: Arguments, namespace: Namespace, started: float, repair: Any = None
+        self,
+        prompt: Prompt | TokenizedPrompt,
+        arguments: Arguments,
+        namespace: Namespace,
+        started: float,
+        repair: Any = None,
     ) -> Request:
         """One request, called at `started`."""
         mode, options = self._checked(arguments)
@@ -341,7 +346,7 @@ class RequestReader:
 
     def _request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TokenizedPrompt,
         namespace: Namespace,
         mode: GenerationMode,
         options: GenerationOptions,

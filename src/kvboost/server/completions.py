@@ -25,7 +25,7 @@ from kvboost.server.sampling import LogprobRecorder, TokenScore, sampling_argume
 from kvboost.server.schemas import AnyPrompt, Generation
 from kvboost.server.service import Service, told_reason
 from kvboost.server.text import Detokenizer, StopFinder
-from kvboost.server.ticket import RequestTimeoutError, Ticket
+from kvboost.server.ticket import RequestTimeoutError, Ticket, TokenQueue
 
 _GRACE_S = 1.0  # so that the worker is the first to end a request that is late
 _prompts = logging.getLogger("kvboost.server.prompts")
@@ -66,15 +66,15 @@ def _read_prompt(
     service: Service, body: Generation, prompt: AnyPrompt, salt: str, first: int, reading: Reading
 ) -> list[Draft]:
     engine = service.engine
-    ids = service.tokenize(prompt, salt, reading, field=body.prompt_field)
-    new_tokens = _new_tokens(service, body, len(ids))
+    read = service.tokenize(prompt, salt, reading, field=body.prompt_field)
+    new_tokens = _new_tokens(service, body, len(read))
     drafts = []
     for index in range(first, first + body.choices):
         recorder = None if body.num_logprobs is None else LogprobRecorder(body.num_logprobs)
-        arguments = sampling_arguments(body, index, len(ids), recorder)
+        arguments = sampling_arguments(body, index, len(read), recorder)
         reuse = service.reuse_of(body)
         arguments = replace(arguments, max_new_tokens=new_tokens, cache_salt=salt, **reuse)
-        request = engine.core.read(ids, arguments)
+        request = engine.core.read(read, arguments)
         drafts.append(Draft(request, recorder))
     return drafts
 
@@ -130,21 +130,28 @@ class Choice:
         self._decoded = 0  # characters
         self._sent = 0  # characters
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """The text piece by piece, up to a stop string or the end."""
-        async for token in self.ticket:
-            if self._stops.found:
-                continue  # was generated before the cancellation
-            if piece := self._take(token):
-                yield piece
-            if self._stops.found:
-                self.ticket.end()
-        if not self._stops.found:
-            if self.result.finish_reason == "cancelled":
-                raise KVBoostError("the request was cancelled")
-            rest = self._decoded_text(self._detokenizer.end())
-            if piece := self._piece(self._stops.add(rest) + self._stops.end()):
-                yield piece
+    def take(self, token: int) -> Piece | None:
+        """The text that is certain with the next token; none behind a stop string, where it ends."""
+        if self._stops.found:
+            return None  # was generated before the cancellation
+        self.completion_tokens += 1
+        if self._recorder is not None:
+            self._scores.append(PlacedScore(self._recorder.take(token), self._decoded))
+        piece = self._piece(self._stops.add(self._decoded_text(self._detokenizer.add(token))))
+        if self._stops.found:
+            self.ticket.end()
+        return piece
+
+    def end(self) -> Piece | None:
+        """What is left of the text, after the last token."""
+        if self.ticket.error is not None:
+            raise self.ticket.error
+        if self._stops.found:
+            return None
+        if self.result.finish_reason == "cancelled":
+            raise KVBoostError("the request was cancelled")
+        rest = self._decoded_text(self._detokenizer.end())
+        return self._piece(self._stops.add(rest) + self._stops.end())
 
     @property
     def result(self) -> GenerationResult:
@@ -153,12 +160,6 @@ class Choice:
     @property
     def finish_reason(self) -> FinishReason:
         return "stop" if self._stops.found or self.result.finish_reason == "stop" else "length"
-
-    def _take(self, token: int) -> Piece | None:
-        self.completion_tokens += 1
-        if self._recorder is not None:
-            self._scores.append(PlacedScore(self._recorder.take(token), self._decoded))
-        return self._piece(self._stops.add(self._decoded_text(self._detokenizer.add(token))))
 
     def _decoded_text(self, text: str) -> str:
         self._decoded += len(text)
@@ -182,10 +183,11 @@ class Answering:
         self._caller = caller
         self._per_prompt = body.choices
         self.until = time.monotonic() + service.settings.timeout_s + _GRACE_S
+        self._tokens: TokenQueue = asyncio.Queue()
         self.choices: list[Choice] = []
         for index, draft in enumerate(drafts):
             try:
-                ticket = service.submit(draft.request, caller, param=body.prompt_field)
+                ticket = service.submit(draft.request, caller, param=body.prompt_field, queue=self._tokens)
             except BaseException:
                 self.cancel()
                 raise
@@ -201,28 +203,26 @@ class Answering:
 
         Leaving it early cancels what is not through.
         """
-        queue: asyncio.Queue[tuple[Choice, Piece | None] | Exception] = asyncio.Queue()
         late = asyncio.get_running_loop().call_later(
-            max(0.0, self.until - time.monotonic()),
-            queue.put_nowait,
-            RequestTimeoutError("the request took longer than the server allows"),
+            max(0.0, self.until - time.monotonic()), self._tokens.put_nowait, (None, None)
         )
-        tasks = [asyncio.ensure_future(_pump(choice, queue)) for choice in self.choices]
+        running = {choice.ticket: choice for choice in self.choices}
         try:
-            through = 0
-            while through < len(self.choices):
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                through += item[1] is None
-                if through == len(self.choices):
-                    self._count()
-                yield item
+            while running:
+                ticket, token = await self._tokens.get()
+                if ticket is None:
+                    raise RequestTimeoutError("the request took longer than the server allows")
+                choice = running[ticket]
+                if piece := choice.end() if token is None else choice.take(token):
+                    yield choice, piece
+                if token is None:
+                    del running[ticket]
+                    if not running:
+                        self._count()
+                    yield choice, None
         finally:
             late.cancel()
             self.cancel()
-            for task in tasks:
-                task.cancel()
 
     @property
     def usage(self) -> Usage:
@@ -247,15 +247,6 @@ class Answering:
             usage.prompt_tokens_details.cached_tokens,
             usage.completion_tokens,
         )
-
-
-async def _pump(choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece | None] | Exception]) -> None:
-    try:
-        async for piece in choice.pieces():
-            queue.put_nowait((choice, piece))
-        queue.put_nowait((choice, None))
-    except Exception as error:  # raised again where the pieces are read
-        queue.put_nowait(error)
 
 
 def log_prompts(drafts: list[Draft]) -> None:

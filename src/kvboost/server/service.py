@@ -20,6 +20,7 @@ from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
 from kvboost.models import GenerationResult
 from kvboost.requests.encoding import ReadingBounds
+from kvboost.requests.prompts import TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
 from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, WorkerBody
 from kvboost.server.auth import Caller, Gate, effective_salt
@@ -29,7 +30,7 @@ from kvboost.server.readers import Readers, Reading
 from kvboost.server.schemas import AnyPrompt, Reuse
 from kvboost.server.settings import ServerSettings
 from kvboost.server.text import TokenNames
-from kvboost.server.ticket import ShuttingDownError, Ticket
+from kvboost.server.ticket import ShuttingDownError, Ticket, TokenQueue
 from kvboost.server.worker import Worker
 from kvboost.store.miss_reasons import without_tokens
 
@@ -106,14 +107,16 @@ class Service:
         field: str,
         warming: bool = False,
         is_only_looked_up: bool = False,
-    ) -> list[int]:
-        """The token ids of a prompt, given in `field`; refuses what is certainly too long."""
+    ) -> TokenizedPrompt:
+        """Read a prompt, given in `field`; refuses what is certainly too long."""
         reading.go_on()
         self._check_size(prompt, field)
         most = self.engine.max_positions if is_only_looked_up else self.max_prompt_tokens
         bounds = ReadingBounds(most, reading.go_on, apart=True)
         try:
-            return self.engine.tokenize(prompt, cache_salt=salt, warming=warming, bounds=bounds)
+            read = self.engine.core.tokenize(prompt, salt, warming=warming, bounds=bounds)
+            read.text  # noqa: B018  # ids become text here, not in the worker's thread
+            return read
         except InvalidRequestError as error:
             raise as_api_error(error, field) from error
 
@@ -164,11 +167,20 @@ class Service:
         if not self.worker.is_alive:
             raise ApiError(503, "the thread that runs the model has ended", code="worker_ended")
 
-    def submit(self, request: Request, caller: Caller, *, param: str, answers: bool = True) -> Ticket:
+    def submit(
+        self,
+        request: Request,
+        caller: Caller,
+        *,
+        param: str,
+        answers: bool = True,
+        queue: TokenQueue | None = None,
+    ) -> Ticket:
         """Queue a request; where the running batch has no room for it, the error names the field `param`."""
+        timeout_s = self.settings.timeout_s
         try:
             return self.worker.submit(
-                request, tenant=caller.name, timeout_s=self.settings.timeout_s, answers=answers
+                request, tenant=caller.name, timeout_s=timeout_s, answers=answers, queue=queue
             )
         except InvalidRequestError as error:
             code = "context_length_exceeded"

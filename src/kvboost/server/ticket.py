@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 from kvboost.batching.sequence import Sequence
 from kvboost.errors import KVBoostError
@@ -33,13 +34,24 @@ class ShuttingDownError(KVBoostError):
     """The server shuts down, and this request was not answered."""
 
 
+TokenQueue: TypeAlias = "asyncio.Queue[tuple[Ticket | None, int | None]]"
+
+
 class Ticket:
     """An answer on its way: iterate for its tokens, then read `result`. `cancel` frees its place.
 
-    Made in the event loop that reads it.
+    Made in the event loop that reads it. Several may share a `queue`, which gets each of them with its next
+    token, or None at its end; whoever reads that does not iterate.
     """
 
-    def __init__(self, request: Request, tenant: str, deadline: float | None, answers: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tenant: str,
+        deadline: float | None,
+        answers: bool,
+        queue: TokenQueue | None = None,
+    ) -> None:
         self.request = request
         self.has_enough = False  # the client has enough of it, and it counts as answered
         self.tenant = tenant
@@ -50,7 +62,7 @@ class Ticket:
         self.blocked_at: float | None = None  # since when it is first in turn, without room for it
         self.has_passed = False
         self._loop = asyncio.get_running_loop()
-        self._tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        self._tokens: TokenQueue = asyncio.Queue() if queue is None else queue
         self._result: GenerationResult | None = None
         self.error: Exception | None = None
         self.is_over = False
@@ -74,7 +86,7 @@ class Ticket:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        while (token := await self._tokens.get()) is not None:
+        while (token := (await self._tokens.get())[1]) is not None:
             yield token
         if self.error is not None:
             raise self.error
@@ -88,7 +100,8 @@ class Ticket:
     # --- the worker's side -------------------------------------------------------------------
 
     def token(self, token_id: int) -> None:
-        self._send(token_id)
+        if not self.is_over:
+            self._send(token_id)
 
     def done(self, result: GenerationResult) -> None:
         self._result = result
@@ -106,4 +119,4 @@ class Ticket:
 
     def _send(self, item: int | None) -> None:
         with contextlib.suppress(RuntimeError):  # the reader's event loop is gone, and so is the reader
-            self._loop.call_soon_threadsafe(self._tokens.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._tokens.put_nowait, (self, item))

@@ -25,7 +25,7 @@ from kvboost.errors import KVBoostError
 from kvboost.requests.request import Request
 from kvboost.server.admission import Admission
 from kvboost.server.fair_queue import FairQueue
-from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError, Ticket
+from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError, Ticket, TokenQueue
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -83,16 +83,22 @@ class Worker:
     # --- from the event loop -----------------------------------------------------------------
 
     def submit(
-        self, request: Request, *, tenant: str = "", timeout_s: float | None = None, answers: bool = True
+        self,
+        request: Request,
+        *,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        answers: bool = True,
+        queue: TokenQueue | None = None,
     ) -> Ticket:
         """Queue a request that `EngineCore.read` gave. Raises where it cannot be taken.
 
-        `answers=False` only reads the prompt and stores it.
+        `answers=False` only reads the prompt and stores it. `queue` gets the tokens in place of the ticket.
         """
         if self.scheduler is not None and not self.engine.core.parts.why_alone(request):
             self.scheduler.check(request, answers=answers)
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        ticket = Ticket(request, tenant, deadline, answers)
+        ticket = Ticket(request, tenant, deadline, answers, queue)
         with self._wake:
             if self._closing:
                 raise ShuttingDownError("the server is shutting down")
