@@ -77,9 +77,8 @@ class AloneRunner:
 
     def _run(self, request: Request, arena: Arena) -> Decoded:
         """Prefill what is missing and decode."""
-        parts, total = self._parts, len(request.prompt)
+        parts, total, block = self._parts, len(request.token_ids), self._parts.block
         with decode.running(parts.model, fast=not parts.bit_exact, was_read=True):
-            block = parts.settings.block
             stop = decode.last_stop(arena.length, total, block)
             decode.prefill(parts.model, request.token_ids, arena, stop, block=block)
             if request.options.num_sequences > 1:

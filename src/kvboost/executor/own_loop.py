@@ -51,10 +51,9 @@ class OwnLoop:
         plan = parts.loader.place(Lookup(ids, request.namespace, request.limit), arena)
         parts.recorder.count(request, plan, plan.reused)
         if parts.bit_exact:
-            block = parts.settings.block
             with decode.running(parts.model, fast=False, was_read=True):
-                stop = decode.last_stop(arena.length, len(ids), block)
-                decode.prefill(parts.model, ids, arena, stop, block=block)
+                stop = decode.last_stop(arena.length, len(ids), parts.block)
+                decode.prefill(parts.model, ids, arena, stop, block=parts.block)
         prepared = PreparedPrompt.ready(parts.model, ids, arena, plan.spans(), request.namespace)
         arena.written_by = prepared.check_with(parts.fit.is_current)
         return prepared

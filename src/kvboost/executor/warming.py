@@ -61,8 +61,9 @@ class Warmer:
             if parts.settings.overlap_k:
                 self._encode_with_overlap(ids, arena, end, position_offset)
             else:
-                block = parts.settings.block
-                decode.prefill(parts.model, ids, arena, end, block=block, position_offset=position_offset)
+                decode.prefill(
+                    parts.model, ids, arena, end, block=parts.block, position_offset=position_offset
+                )
         report = parts.recorder.store(ids[:end], arena, namespace, plan, position_offset=position_offset)
         if not report.is_refused:
             parts.workspace.give_back(arena, namespace.key, ids[:end])

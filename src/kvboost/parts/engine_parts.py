@@ -50,6 +50,7 @@ class EngineParts:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings
+        self.bit_exact, self.block = settings.bit_exact, settings.block
         self.disk: DiskCache | None = None
         vocab_size = text_config(model).vocab_size
         self.registry = ChunkRegistry(settings.chunk_size, boundary_window=settings.chunk_boundary_window)
@@ -108,10 +109,6 @@ class EngineParts:
     @property
     def model_name(self) -> str:
         return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
-
-    @property
-    def bit_exact(self) -> bool:
-        return self.settings.bit_exact
 
     def salt(self, cache_salt: str | None) -> str:
         """The salt of a call: its own, or the engine's."""

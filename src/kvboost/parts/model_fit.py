@@ -74,6 +74,7 @@ class ModelFit:
         self._on_surprise = on_surprise
         with model_lock(model):
             self._namespaces = NamespaceTracker(model, encoding_of(settings))  # reads all weights, now
+            self.watch: ModelWatch = self._namespaces.watch  # what reads the model's state
             before = self.watch.checksums()
             self.layout = probe_layout(model)
             if not settings.bit_exact:
@@ -95,11 +96,6 @@ class ModelFit:
             weakref.finalize(self, _stop_scrubbing, id(self))
         self.watch.users.add(self)
         weakref.finalize(self, self.watch.release_if_unused)
-
-    @property
-    def watch(self) -> ModelWatch:
-        """What reads the model's state."""
-        return self._namespaces.watch
 
     def _ignore_what_forwards_change(self, before: dict[str, str]) -> None:
         """Ignore buffers that every forward writes to; a second forward confirms which."""

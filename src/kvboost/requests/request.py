@@ -84,20 +84,9 @@ class Request:
         self.index = index
         self.repair = repair
         self.watch = Watch()
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self.prompt.token_ids
-
-    @property
-    def needed(self) -> int:
-        """Positions of the prompt with its answer."""
-        return len(self.prompt) + self.options.max_new_tokens
-
-    @property
-    def limit(self) -> int:
-        """How many of the first tokens may come from elsewhere: generation needs one that does not."""
-        return len(self.prompt) - 1
+        self.token_ids = prompt.token_ids  # `[tokens]`, to be read by the model
+        self.needed = len(self.token_ids) + options.max_new_tokens  # positions, with the answer
+        self.limit = len(self.token_ids) - 1  # so many may come from elsewhere: generation needs one
 
     def result(
         self, decoded: Decoded, spans: tuple[Span, ...], text: str, ended: float | None = None
@@ -142,15 +131,8 @@ class ScoreRequest(Request):
     ) -> None:
         super().__init__(prompt, mode, options, namespace, started, index)
         self.continuation = list(continuation)
-        self._read = np.concatenate([prompt.token_ids, np.asarray(continuation[:-1], dtype=np.int64)])
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self._read
-
-    @property
-    def needed(self) -> int:
-        return len(self._read)
+        self.token_ids = np.concatenate([prompt.token_ids, np.asarray(continuation[:-1], dtype=np.int64)])
+        self.needed = len(self.token_ids)
 
     def scored(
         self, log_likelihoods: Sequence[float], is_greedy: bool, spans: tuple[Span, ...], text: str

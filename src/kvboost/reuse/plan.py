@@ -109,7 +109,7 @@ class ReusePlan:
         """Whether a run is neither exact nor repaired already."""
         return any(not run.exact for run in self.repair_runs)
 
-    @property
+    @cached_property
     def strategy(self) -> RepairStrategy:
         """How its runs are repaired."""
         if self.repair is None:
