@@ -165,7 +165,7 @@ class InferenceEngine:
 
         Each prompt gets the answer that `generate` would give it; with a `seed`, prompt i that of `seed` + i.
         `max_batch_tokens` bounds the KV of one batch, in tokens. Where prompts fail, the PartialResultsError
-        carries the other results. With `mode="chunk_kv_reuse"` or "baseline", prompts run one by one.
+        carries the other results. With `mode="baseline"`, prompts run one by one.
         """
         if self.bit_exact:
             raise InvalidRequestError(
@@ -195,6 +195,7 @@ class InferenceEngine:
     ) -> list[GenerationResult]:
         """Answer any mixture of prompts, in their order: those that share a prefix together, others alone.
 
+        With `mode="chunk_kv_reuse"` text may be shared anywhere, and all of them run together.
         The arguments are those of `generate_batch`. `progress=None` shows a bar on a terminal.
         """
         repair = (recompute_ratio, selector)

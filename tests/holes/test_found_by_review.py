@@ -15,8 +15,8 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
-from kvboost.executor import model_fit
 from kvboost.identity import weights
+from kvboost.parts import model_fit
 from tests.fixture_types import MakeEngine
 from tests.holes.stock import stock_answer
 from tests.holes.test_hole_4_state_at_store_time import with_adapters

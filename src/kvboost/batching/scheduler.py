@@ -178,7 +178,7 @@ class Scheduler:
                 has_entered = False
             self._memory.enter(sequence, plan.first_approximate)
             has_entered = True
-            return _parts_for(sequence, plan)
+            return sequence.parts_of(plan)
 
         lookup = self._parts.lookup(sequence.request)
         try:
@@ -411,22 +411,6 @@ class Scheduler:
     def clear(self) -> None:
         """Forget the text that lies in the arena; sequences in the batch go on."""
         self._memory.radix_tree.clear()
-
-
-def _parts_for(sequence: Sequence, plan: ReusePlan) -> list[PlanPart]:
-    """What `plan` has for the nodes that were made for a sequence, which count it as there from now on."""
-    found = []
-    for node in sequence.own_nodes:
-        segment = node.segment
-        if node.is_private:
-            segment.length, segment.missing = segment.capacity, np.arange(segment.capacity)
-            found.append(PlanPart.any_kind(plan, segment.position, node.end, segment.start))
-        else:
-            segment.length = min(max(0, plan.prefix_end - segment.position), segment.capacity)
-            found.append(PlanPart.exact(plan, segment.position, segment.end, segment.start))
-    lane = sequence.lane
-    lane.length = max(0, plan.prefix_end - lane.position)
-    return [*found, PlanPart.exact(plan, lane.position, lane.end, lane.start)]
 
 
 def _next_token(sequence: Sequence) -> tuple[Extension, Sequence]:

@@ -19,7 +19,7 @@ from kvboost.compat import text_config
 from kvboost.identity.namespace import Namespace
 from kvboost.models import GenerationResult, Span
 from kvboost.requests.request import Request
-from kvboost.reuse.plan import ReusePlan
+from kvboost.reuse.plan import PlanPart, ReusePlan
 from kvboost.run import decode
 from kvboost.run.packed_step import Segment
 from kvboost.run.sampling import SequenceSampler
@@ -125,6 +125,21 @@ class Sequence:
     def exact_tokens(self) -> int:
         """How many of its first prompt tokens have exact KV, computed or not."""
         return self.plan.first_approximate
+
+    def parts_of(self, plan: ReusePlan) -> list[PlanPart]:
+        """What `plan` has for the nodes that were made for it and for its lane; that counts as there then."""
+        found = []
+        for node in self.own_nodes:
+            segment = node.segment
+            if node.is_private:
+                segment.length, segment.missing = segment.capacity, np.arange(segment.capacity)
+                found.append(PlanPart.any_kind(plan, segment.position, node.end, segment.start))
+            else:
+                segment.length = min(max(0, plan.prefix_end - segment.position), segment.capacity)
+                found.append(PlanPart.exact(plan, segment.position, segment.end, segment.start))
+        lane = self.lane
+        lane.length = max(0, plan.prefix_end - lane.position)
+        return [*found, PlanPart.exact(plan, lane.position, lane.end, lane.start)]
 
     def set_missing(self, positions: np.ndarray) -> None:
         """Have the sorted `positions` `[n]` of its private nodes computed, and no others."""
