@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 _around_data: weakref.WeakSet[Any] = weakref.WeakSet()
+_noting = threading.Lock()  # around both
 _taken_for_fork: list[Any] = []
 _undo_in_child: list[Callable[[], None]] = []
 _FORK_WAIT_S = 1.0
@@ -34,9 +35,10 @@ def fork_safe_rlock(*, around_data: bool = False) -> threading.RLock:
 
 
 def _noted(lock: T, around_data: bool) -> T:
-    _made.add(lock)
-    if around_data:
-        _around_data.add(lock)
+    with _noting:
+        _made.add(lock)
+        if around_data:
+            _around_data.add(lock)
     return lock
 
 
@@ -46,10 +48,9 @@ def undo_in_child(undo: Callable[[], None]) -> None:
 
 
 def _before_fork() -> None:
-    asked: set[Any] = set()
-    while left := set(_around_data) - asked:
-        asked |= left  # while it waits, another thread may make one more
-        _taken_for_fork.extend(lock for lock in left if lock.acquire(timeout=_FORK_WAIT_S))
+    if _noting.acquire(timeout=_FORK_WAIT_S):  # nobody makes one more until the fork is over
+        _taken_for_fork.append(_noting)
+    _taken_for_fork.extend(lock for lock in list(_around_data) if lock.acquire(timeout=_FORK_WAIT_S))
 
 
 def _in_parent() -> None:
@@ -59,6 +60,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     _taken_for_fork.clear()
+    _noting._at_fork_reinit()  # type: ignore[attr-defined]
     for lock in list(_made):
         lock._at_fork_reinit()
     for undo in _undo_in_child:

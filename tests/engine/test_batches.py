@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, GenerationResult, KVBoost
+from kvboost.batching.scheduler import Scheduler
 from kvboost.batching.sequence import SHARED_REASON
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError, PartialResultsError
@@ -583,6 +584,26 @@ def test_a_batch_that_runs_out_of_memory_is_finished_one_by_one(
     check_accounts(results, prompts)
 
 
+@pytest.mark.parametrize("failing", [{1}, {5}, {0, 1, 2, 3, 4, 5}])
+def test_prompts_that_cannot_join_run_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, failing: set[int]
+) -> None:
+    engine = make_engine()
+    prompts = ragged(6, 40, seed=54)
+    expected = baseline(engine, prompts, max_new_tokens=4)
+    join, count = Scheduler.join, iter(range(6))
+
+    def joining(scheduler: Scheduler, *arguments: Any, **options: Any) -> Any:
+        if next(count) in failing:
+            raise ValueError("no slots")
+        return join(scheduler, *arguments, **options)
+
+    monkeypatch.setattr(Scheduler, "join", joining)
+    results = engine.generate_batch(prompts, max_new_tokens=4)
+    assert [result.token_ids for result in results] == expected
+    check_accounts(results, prompts)
+
+
 # --- cancelling ------------------------------------------------------------------------------
 
 
@@ -619,6 +640,7 @@ def test_closing_a_stream_of_many_leaves_the_engine_usable(make_engine: MakeEngi
     stream = engine.stream_many(prompts, max_new_tokens=6, eos_token_id=ends)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
+    assert engine.core.parts.workspace.nbytes, "the next call finds its memory"
     engine.cache_manager.check_integrity()
     assert engine.model.config._attn_implementation == "sdpa"
     assert [r.token_ids for r in engine.generate_many(prompts, max_new_tokens=6)] == expected

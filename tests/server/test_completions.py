@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvboost import __version__
+from kvboost.batching.scheduler import Scheduler
 from kvboost.server.answers import ChatChunk, ChatCompletion, TextCompletion
+from kvboost.server.ticket import Ticket
 from tests.fixture_types import MakeEngine
 from tests.server.running import HELLO, Serve, joined
 from tests.tiny_models import random_ids
@@ -216,6 +218,40 @@ def test_stop_strings_end_an_answer(make_slow_engine: MakeEngine, serve: Serve) 
     not_there = server.chat(temperature=0, max_tokens=60, stop=text[-1] + "x")
     assert (text_of(not_there), not_there["choices"][0]["finish_reason"]) == (text, "length")
     server.until(lambda stats: stats["running"] == 0)
+
+
+def test_a_step_that_fails_behind_a_stop_string(
+    make_slow_engine: MakeEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the client wants was sent: what fails afterwards is nothing to it."""
+    engine = make_slow_engine(0.05)  # so that the next step is under way when the stop string is found
+    server = serve(engine)
+    text = text_of(server.chat(temperature=0, max_tokens=30))
+    stop = text[9:12]
+    has_ended = threading.Event()
+    end = Ticket.end
+
+    def ending(ticket: Ticket) -> None:
+        has_ended.set()
+        end(ticket)
+
+    def fail(*_: Any) -> None:
+        if has_ended.is_set():
+            has_ended.clear()
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Ticket, "end", ending)
+    step = Scheduler._step_batch
+
+    def failing(scheduler: Scheduler, reading: Any) -> None:
+        step(scheduler, reading)
+        fail()
+
+    monkeypatch.setattr(Scheduler, "_step_batch", failing)
+    for _ in range(2):
+        answer = server.chat(temperature=0, max_tokens=30, stop=stop)
+        assert (text_of(answer), answer["choices"][0]["finish_reason"]) == (text[: text.index(stop)], "stop")
+        assert answer["usage"]["completion_tokens"]
 
 
 def test_penalties_change_the_answer(make_slow_engine: MakeEngine, serve: Serve) -> None:

@@ -190,25 +190,11 @@ class ManyRunner:
         memory = BatchMemory(arena, size.sequences, size.tokens, size.lane_tokens)
         scheduler = Scheduler(self._parts, memory, offline=True)
         self._count(size, arena.nbytes, [job.request for job in waiting])
-        running: list[Job[Result]] = []
-        has_left = True  # otherwise there is no more room than before
-        while waiting or running:
-            while waiting and has_left and scheduler.has_room(waiting[0].request, in_tree=waiting[0].in_tree):
-                job = waiting.popleft()
-                if _joins(scheduler, job):
-                    running.append(job)
-                else:
-                    yield job
-            if not running:
-                yield waiting.popleft()
-                continue
-            _step(scheduler, running)
-            over = [job for job in running if job.is_over]
-            running = [job for job in running if not job.is_over]
-            has_left = bool(over)
-            yield from over
-        self.counts.shared_tokens += scheduler.counts.shared_tokens
-        workspace.give_back(arena, "", _NO_TOKENS)
+        try:
+            yield from _driven(scheduler, waiting)
+        finally:  # whoever takes the answers may stop at any time
+            self.counts.shared_tokens += scheduler.counts.shared_tokens
+            workspace.give_back(arena, "", _NO_TOKENS)
 
     def _count(self, size: Size, nbytes: int, requests: Sequence[Request]) -> None:
         counts = self.counts
@@ -223,6 +209,28 @@ class ManyRunner:
     def _run_alone(job: Job[Result], alone: Callable[[Any], Result]) -> Iterator[Outcome[Result]]:
         for member in job.members:
             yield Outcome(member.index, _result_or_error(alone, member))
+
+
+def _driven(scheduler: Scheduler, waiting: deque[Job[Result]]) -> Iterator[Job[Result]]:
+    """Have all that wait join as soon as there is room, and run steps; the jobs as they finish."""
+    running: list[Job[Result]] = []
+    has_left = True  # otherwise there is no more room than before
+    while waiting or running:
+        while waiting and has_left and scheduler.has_room(waiting[0].request, in_tree=waiting[0].in_tree):
+            job = waiting.popleft()
+            if _joins(scheduler, job):
+                running.append(job)
+            else:
+                yield job
+        if not running:
+            if waiting:
+                yield waiting.popleft()
+            continue
+        _step(scheduler, running)
+        over = [job for job in running if job.is_over]
+        running = [job for job in running if not job.is_over]
+        has_left = bool(over)
+        yield from over
 
 
 def _result_or_error(alone: Callable[[Any], Result], request: Request) -> Result | Exception:

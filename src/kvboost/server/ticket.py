@@ -108,9 +108,13 @@ class Ticket:
         self._end()
 
     def failed(self, error: Exception) -> None:
-        if not self.is_over:
+        if self.is_over:
+            return
+        if self.has_enough and self.sequence is not None:  # all that the client wants was sent
+            self._result = self.request.result(self.sequence.sampler.decoded(), self.sequence.spans, "")
+        else:
             self.error = error
-            self._end()
+        self._end()
 
     def _end(self) -> None:
         if not self.is_over:
