@@ -6,6 +6,7 @@ at this moment, and it must leave the model as it found it. `Machine.groups` nam
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import os
@@ -30,7 +31,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from kvboost import GenerationMode, GenerationResult, KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import CacheFileError, InvalidRequestError, PartialResultsError
+from kvboost.requests.request import Request
 from kvboost.reuse.costs import CostEstimate
+from kvboost.server.worker import Worker
 from tests.checked_requests import read_request
 from tests.fuzz import reference
 from tests.fuzz.reference import Stock, Tally
@@ -178,6 +181,23 @@ class Opened:
     dtype: torch.dtype
     scheduler: Any = None
     joined: list[Joined] = field(default_factory=list)
+
+
+def served(engine: KVBoost, requests: list[Request]) -> list[GenerationResult]:
+    """The answers of a server's worker, which all requests reach at once."""
+
+    async def answers() -> list[GenerationResult]:
+        worker = Worker(engine, max_sequences=3, batch_tokens=2_000)
+        try:
+            tickets = [worker.submit(request) for request in requests]
+            for ticket in tickets:
+                async for _ in ticket:
+                    pass
+            return [ticket.result for ticket in tickets]
+        finally:
+            await asyncio.to_thread(worker.close, 10.0)
+
+    return asyncio.run(answers())
 
 
 class Joined:
@@ -808,6 +828,38 @@ class Machine(RuleBasedStateMachine):
             with self._unharmed():
                 opened.scheduler.leave(opened.scheduler.sequences[index])
             self._check_joined(opened)
+
+    @needs("scheduler")
+    @precondition(lambda _: not torch.is_autocast_enabled("cpu"))
+    @step(
+        which=WHICH,
+        several=st.lists(asks(), min_size=1, max_size=4),
+        new_tokens=NEW_TOKENS,
+        repaired=st.integers(0, 2),
+    )
+    def serve(self, which: int, several: list[Ask], new_tokens: int, repaired: int) -> None:
+        """All at once through a server's worker; the first `repaired` of them may reuse moved text."""
+        if torch.is_autocast_enabled("cpu"):
+            return
+        opened = self._pick(which)
+        engine = opened.engine
+        asked = [self._prompt(engine, ask) for ask in several]
+        stocks = [self._stock(engine, ids, new_tokens) for _, ids in asked]
+        modes = [
+            GenerationMode.CHUNK_KV_REUSE if number < repaired else PREFIX for number in range(len(asked))
+        ]
+        for_all = list(zip(asked, modes, strict=True))
+        results = self._ask(
+            lambda: served(
+                engine, [read_request(engine, each[0], new_tokens, mode) for each, mode in for_all]
+            ),
+            *stocks,
+        )
+        for (_, ids), mode, stock, result in zip(asked, modes, stocks, results or (), strict=False):
+            if mode is PREFIX:
+                assert not _is_approximate(result), f"an exact request was repaired ({_origins(result)})"
+            if not _is_approximate(result):
+                self._check(opened, ids, result, stock, new_tokens)
 
     def _check_joined(self, opened: Opened) -> None:
         """Each token that came is the next one of the model as it is now, behind what was given so far."""
