@@ -22,5 +22,5 @@ def test_requests_on_a_model_that_changes(kind: str) -> None:
 
 
 def test_requests_on_a_model_that_stays() -> None:
-    tally = hunt(11, examples=4, steps=40, groups=frozenset(REQUESTS) - {"ambient"})
+    tally = hunt(13, examples=4, steps=40, groups=frozenset(REQUESTS) - {"ambient"})
     assert tally.hits > 50

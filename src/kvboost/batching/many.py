@@ -60,7 +60,10 @@ def check_batch_tokens(max_batch_tokens: object) -> None:
 
 @dataclasses.dataclass
 class BatchCounts:
-    """Batches that were run, and the KV memory of the largest, beside that of a copy for every sequence."""
+    """Batches that were begun, and the KV memory of the largest, beside that of a copy for every sequence.
+
+    Their prompts (`sequences`), and the prompt tokens that another one had in the batch already.
+    """
 
     batches: int = 0
     sequences: int = 0
@@ -137,7 +140,7 @@ def score_jobs(requests: Sequence[ScoreRequest], decode: Callable[[list[int]], s
 
 
 class ManyRunner:
-    """Runs many requests: `alone` answers or scores one, `why_alone` says why one cannot share a batch."""
+    """Runs many requests; `why_alone` says why one cannot share a batch."""
 
     def __init__(self, parts: EngineParts, why_alone: Callable[[Any], str]) -> None:
         self._parts = parts
@@ -153,7 +156,7 @@ class ManyRunner:
         at_least: int = 1,
         unshared_alone: bool = False,
     ) -> Iterator[Outcome[Result]]:
-        """What became of each request, as they finish.
+        """What became of each request, as they finish; `alone` answers or scores one by itself.
 
         Fewer than `at_least` do not run together; with `unshared_alone`, neither do those that share fewer
         than `MIN_SHARED_TOKENS` tokens with any other.
@@ -189,21 +192,22 @@ class ManyRunner:
         arena = workspace.take(size.slots, "", _NO_TOKENS)[0]
         memory = BatchMemory(arena, size.sequences, size.tokens, size.lane_tokens)
         scheduler = Scheduler(self._parts, memory, offline=True)
-        self._count(size, arena.nbytes, [job.request for job in waiting])
+        self._count(size, [job.request for job in waiting])
         try:
             yield from _driven(scheduler, waiting)
         finally:  # whoever takes the answers may stop at any time
             self.counts.shared_tokens += scheduler.counts.shared_tokens
             workspace.give_back(arena, "", _NO_TOKENS)
 
-    def _count(self, size: Size, nbytes: int, requests: Sequence[Request]) -> None:
-        counts = self.counts
+    def _count(self, size: Size, requests: Sequence[Request]) -> None:
+        counts, bytes_per_token = self.counts, self._parts.layout.bytes_per_token
+        nbytes = size.slots * bytes_per_token
         counts.batches += 1
         counts.sequences += len(requests)
         if nbytes > counts.largest_kv_bytes:
             copied = max(request.needed for request in requests) * min(size.sequences, len(requests))
             counts.largest_kv_bytes = nbytes
-            counts.largest_kv_bytes_if_copied = copied * self._parts.layout.bytes_per_token
+            counts.largest_kv_bytes_if_copied = copied * bytes_per_token
 
     @staticmethod
     def _run_alone(job: Job[Result], alone: Callable[[Any], Result]) -> Iterator[Outcome[Result]]:
@@ -309,6 +313,7 @@ class Size(NamedTuple):
             job.in_tree = tokens if fits else None
         spilled = np.array([spill_tokens(request, lane) for request in requests])
         own = np.where(in_lane, in_tree, limits + spilled) - shared
+        repaired = int(np.where(is_exact, 0, shared).sum())  # what is repaired is not shared
         ends = np.cumsum([0, *own])
         sequences = min(MAX_SEQUENCES, len(jobs))
         while sequences > 1:
@@ -317,14 +322,12 @@ class Size(NamedTuple):
                 break
             sequences -= max(1, sequences // 4)
         nested = int(((shared > 0) & (in_tree > shared)).sum())  # a short part behind another is not shared
-        all_tokens = int(ends[-1]) + MIN_SHARED_TOKENS * nested
+        all_tokens = int(ends[-1]) + MIN_SHARED_TOKENS * nested + repaired
         return cls(sequences, min(all_tokens, most_slots - sequences * lane), lane)
 
 
 def _shared(first: Request, second: Request) -> int:
-    """Prompt tokens that two requests share in a batch."""
-    if GenerationMode.CHUNK_KV_REUSE in (first.mode, second.mode):
-        return 0  # what is repaired is not shared
+    """Prompt tokens that two requests may share in a batch."""
     common = min(common_tokens(first.token_ids, second.token_ids), first.limit, second.limit)
     return common if common >= MIN_SHARED_TOKENS else 0
 

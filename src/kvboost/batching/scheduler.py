@@ -2,14 +2,14 @@
 
     join: match -> place what is stored -> a lane of its own
     step: some prompt tokens of sequences in prefill or repair, one token for each that decodes
-    leave: store -> result
+    leave: result -> store
 
 Prefixes that requests share lie in the arena once and are computed once (`radix_tree`): a sequence that needs
 text that is being computed waits for it. A long prompt is prefilled in blocks, cut so that the other
 sequences' tokens come on time. Text that has moved is placed in private nodes, and the tokens of it that are
 computed again go through like those of any prompt. Where the model changes between two steps, sequences in
-the batch go on outside the arena, on the model as it is then, and nothing of theirs is stored. One thread
-drives it. Knows sequences and stores, no queue and no network.
+a server's batch go on outside the arena, on the model as it is then, and nothing of theirs is stored. One
+thread drives it. Knows sequences and stores, no queue and no network.
 """
 
 from __future__ import annotations

@@ -9,16 +9,21 @@ does not know where KV comes from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvboost.compat import CROP_ZERO_EMPTIES
 from kvboost.kv.layout import KVLayout, Packed
 from kvboost.models import PastKVType
+
+_ALIGNED_BYTES = 64  # as torch aligns its own
+_MANY_BYTES = 1 << 28
 
 
 class ArenaLayer(CacheLayerMixin):
@@ -223,9 +228,18 @@ class Arena(Cache):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that outlive the call: never an inference tensor, which only inference mode may write to."""
+    """Zeros that outlive the call: never an inference tensor, which only inference mode may write to.
+
+    On a CPU, of many the system gives pages as they are touched: slots that nobody uses take no memory. Few
+    are faster written at once.
+    """
+    size = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=dtype, device=device)
+        if device.type != "cpu" or size < _MANY_BYTES:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        pages = torch.from_numpy(np.zeros(size + _ALIGNED_BYTES, dtype=np.uint8))
+        start = -pages.data_ptr() % _ALIGNED_BYTES
+        return pages[start : start + size].view(dtype).view(shape)
 
 
 def own_copy(view: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.kv.rope import KeyRotation
 from kvboost.models import AssembledPrompt, TokenIds
-from kvboost.reuse.plan import PlanPart, ReusePlan
+from kvboost.reuse.plan import GENERATION_REASON, UNPAID_REASON, PlanPart, ReusePlan
 from kvboost.store.forest import ROOT
 from kvboost.store.manager import KVCacheManager
 from kvboost.store.matching import ChainMatch, ChunkMatch, PrefixMatch
@@ -102,10 +102,9 @@ class PromptAssembler:
         exact_end = next((piece.start for piece in plan.pieces if plan.is_lossy(piece)), plan.prefix_end)
         if exact_end < plan.prefix_end:
             nothing = replace(content, chain=ChainMatch(), runs=())  # held until released
-            reason = "computed: reuse would not pay"
-            return replace(exact, prefix_end=exact_end, reason=reason, content=nothing, estimate=cost)
+            return replace(exact, prefix_end=exact_end, reason=UNPAID_REASON, content=nothing, estimate=cost)
         # The chain stays: it needs no repair.
-        return replace(plan, content=replace(content, runs=()), estimate=cost)
+        return replace(plan, content=replace(content, runs=()), reason=UNPAID_REASON, estimate=cost)
 
     def _prefix_plan(self, match: PrefixMatch, total: int, limit: int, refusal: str) -> ReusePlan:
         reused = min(match.length, limit)
@@ -113,11 +112,7 @@ class PromptAssembler:
             reused -= reused % self._whole_chunks_of
         reason = match.miss_reason
         if reused < match.length:
-            reason = (
-                "computed: generation needs it"
-                if reused == total - 1
-                else "computed: only whole blocks are bit-exact"
-            )
+            reason = GENERATION_REASON if reused == total - 1 else "computed: only whole blocks are bit-exact"
         return ReusePlan(total, match, reused, reason, lossy_from=self._lossy_from, refusal=refusal)
 
     def place(

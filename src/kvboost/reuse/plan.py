@@ -26,6 +26,8 @@ CHAIN_REASON = "repaired in an earlier request"
 LOSSY_REASON = "prefix, overlap encoding"
 QUANTIZED_REASON = "exact prefix, quantized"
 TOO_SHORT = "too short"
+GENERATION_REASON = "computed: generation needs it"
+UNPAID_REASON = "computed: reuse would not pay"
 _MIN_GAP_TOKENS = 32  # text in a shorter gap cannot be found by content
 
 
@@ -179,6 +181,8 @@ class ReusePlan:
             at = span.end
 
     def _why_live(self, start: int, end: int) -> str:
+        if start >= self.chain_end > self.prefix_end:  # the prefix's reason is that of an earlier token
+            return GENERATION_REASON if start == self.total - 1 else "never stored"
         if not self.content.runs or start == self.prefix_end:
             return self.reason
         return "never stored" if end - start >= _MIN_GAP_TOKENS else TOO_SHORT

@@ -1,7 +1,7 @@
 """After a request ran: its KV is stored, its answer remembered, and what was reused is counted.
 
-All ways of running a request end here. Nothing is stored if the model has changed since it began, or if the
-number of tokens is not what was run. Knows KV by its positions, not where it was computed.
+All ways of running a request that may store end here; `chunk_writer` refuses what a changed model computed.
+Callers see to it that the tokens are those that were run. Knows KV by positions, not where it was computed.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class ServerSettings:
         default=MODES[0],
         metadata=about(
             "serving",
-            "What is reused: exact prefixes, moved text too (approximately), or nothing. Only the first "
-            "is batched.",
+            "What is reused: exact prefixes, moved text too (approximately), or nothing. The last is "
+            "not batched.",
             "choice",
             choices=MODES,
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvboost.compat import CROP_ZERO_EMPTIES
+from kvboost.kv import arena as arena_module
 from kvboost.kv.arena import Arena
 from kvboost.kv.codec import KVCodec
 from kvboost.kv.layout import Packed, probe_layout
@@ -264,3 +266,22 @@ def test_a_model_reads_from_the_arena_what_it_reads_from_dynamic_cache(
             two = model(input_ids=ids[:, start:end], past_key_values=dynamic, use_cache=True).logits
             assert torch.equal(one, two)
     same(arena, dynamic)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_arenas_take_memory_as_they_are_filled(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_MANY_BYTES", 1)
+    slab = arena_module._zeros((1, 3, 100, 8), dtype, torch.device("cpu"))
+    assert (slab.shape, slab.dtype, slab.is_contiguous()) == ((1, 3, 100, 8), dtype, True)
+    assert slab.data_ptr() % 64 == 0
+    assert not slab.any()
+    slab.fill_(1.0)
+    assert slab.sum() == 2_400
+    monkeypatch.undo()
+    before = psutil.Process().memory_info().rss
+    large = arena_module._zeros((1, 4, 1 << 20, 32), dtype, torch.device("cpu"))  # 256 MB or more
+    assert large.nbytes >= 1 << 28
+    large[:, :, :10] = 1.0
+    assert psutil.Process().memory_info().rss - before < large.nbytes // 4
