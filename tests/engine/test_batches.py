@@ -502,6 +502,7 @@ def test_no_prompts(make_engine: MakeEngine) -> None:
         ([7, 8, 9], "this is a single one"),
         ([{"role": "user", "content": "x"}], "this is a single one"),
         (None, "prompts must be a list of prompts, got NoneType"),
+        (iter([[7], [8]]), r"got list_iterator; pass list\(prompts\)"),
     ],
 )
 def test_bad_prompts_are_named_before_any_work(

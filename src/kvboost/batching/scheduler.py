@@ -365,7 +365,8 @@ class Scheduler:
         chunk = self._parts.manager.chunk_size
         if filled - sequence.stored_tokens >= chunk:
             sequence.stored_tokens = filled
-            self._store_tokens(sequence, sequence.request.token_ids[: filled - filled % chunk])
+            whole = sequence.request.token_ids[: filled - filled % chunk]
+            self._store_tokens(sequence, whole, is_piece=True)
 
     def _store(self, sequence: Sequence, answer: Answer) -> None:
         """Store what a sequence has computed: prompt and answer; of one that was scored, the prompt."""
@@ -386,10 +387,10 @@ class Scheduler:
             else:
                 recorder.store_answer(ids, kv, request.namespace, answer, plan, recomputed)
 
-    def _store_tokens(self, sequence: Sequence, token_ids: np.ndarray) -> None:
+    def _store_tokens(self, sequence: Sequence, token_ids: np.ndarray, *, is_piece: bool = False) -> None:
         """Store the first tokens of a prompt, which are exact."""
-        kv = SequenceKV(self._memory.arena, sequence.node.segment)
-        self._parts.recorder.store(token_ids, kv, sequence.request.namespace, sequence.plan)
+        kv, namespace = SequenceKV(self._memory.arena, sequence.node.segment), sequence.request.namespace
+        self._parts.recorder.store(token_ids, kv, namespace, sequence.plan, is_piece=is_piece)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, and free its slots."""

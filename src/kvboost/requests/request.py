@@ -380,10 +380,9 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked_list(prompts: Any, what: str = "prompts") -> Sequence[Prompt]:
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-        raise InvalidRequestError(
-            f"{what} must be a list of {what}, got {type(prompts).__name__}; for a single one pass a list"
-            " of one"
-        )
+        is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, bytes, Mapping))
+        hint = f"pass list({what})" if is_many else "for a single one pass a list of one"
+        raise InvalidRequestError(f"{what} must be a list of {what}, got {type(prompts).__name__}; {hint}")
     if prompts and isinstance(prompts[0], (int, Mapping)):
         raise InvalidRequestError(
             f"{what} must be a list of {what}, and this is a single one; pass a list of one"

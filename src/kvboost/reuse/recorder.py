@@ -61,8 +61,12 @@ class Recorder:
         recomputed: np.ndarray = NO_POSITIONS,
         *,
         position_offset: int = 0,
+        is_piece: bool = False,
     ) -> StoreReport:
-        """Store `ids` `[tokens]`, of which `plan` was reused; `recomputed` `[n]` are positions repaired."""
+        """Store `ids` `[tokens]`, of which `plan` was reused; `recomputed` `[n]` are positions repaired.
+
+        After a piece of a prompt, others wait for their tokens: the disk saves it with the rest.
+        """
         if not len(ids):
             return StoreReport()
         self._loader.make_way(len(ids) - (plan.reused if plan is not None else 0))
@@ -71,7 +75,7 @@ class Recorder:
             report = self._writer.keep(ids, kv, namespace, position_offset=position_offset)
         else:
             report = self._writer.keep_approximate(ids, kv, namespace, plan, recomputed)
-        if not report.is_refused:
+        if not report.is_refused and not is_piece:
             self._loader.save_soon()
         return report
 
