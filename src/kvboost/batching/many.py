@@ -249,7 +249,7 @@ def _joins(scheduler: Scheduler, job: Job[Any]) -> bool:
     try:
         scores = job.add_logits if job.scores else None
         scheduler.join(job.request, job, scores=scores, in_tree=job.in_tree)
-    except Exception:
+    except Exception:  # no room after all, a processor that cannot be made, a model that has changed
         return False
     return True
 
