@@ -113,7 +113,7 @@ class InferenceEngine:
         """
         repair = (recompute_ratio, selector)
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
-        return self.core.alone.serve(self.core.read(prompt, arguments))
+        return self.core.serve(self.core.read(prompt, arguments))
 
     def stream(
         self,
@@ -141,7 +141,7 @@ class InferenceEngine:
         request = self.core.read(prompt, arguments)
         if request.options.num_sequences > 1:
             raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_sequences}")
-        stream.start(lambda: self.core.alone.serve(request), request.watch.cancelled)
+        stream.start(lambda: self.core.serve(request), request.watch.cancelled)
         return stream
 
     # --- many requests -----------------------------------------------------------------------
@@ -331,8 +331,8 @@ class InferenceEngine:
 
     def cache_stats(self) -> dict[str, Any]:
         """Sizes and counters of the cache at this moment."""
-        batches = {"batches": dataclasses.asdict(self.core.many.counts)}
-        return {**self.core.parts.stats(), **batches}
+        steps = {"steps": self.core.resident.step_stats()} if self.core.resident.exists else {}
+        return {**self.core.parts.stats(), "batches": dataclasses.asdict(self.core.many.counts), **steps}
 
     def pin(self, text: Prompt, *, cache_salt: str | None = None) -> int:
         """Keep what is stored of `text` from eviction; returns how many of its tokens that are."""

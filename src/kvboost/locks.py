@@ -6,8 +6,10 @@ here are free again in the child. Knows no model but by its modules and its conf
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -73,12 +75,20 @@ if hasattr(os, "register_at_fork"):
 
 # --- one forward at a time -----------------------------------------------------------------------
 
+_MOMENT_S = 0.05
+
 
 class ModelLock:
     """Held for forwards: one at a time among all models that share a module or a config."""
 
     def __init__(self, parts: list[threading.RLock]) -> None:
         self._parts = parts
+        self._released_at = -math.inf
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody else holds it, or did a moment ago: an answer takes it for every token."""
+        return self.is_held or time.monotonic() - self._released_at < _MOMENT_S
 
     @property
     def is_held(self) -> bool:
@@ -98,6 +108,7 @@ class ModelLock:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self._released_at = time.monotonic()
         for part in reversed(self._parts):
             part.release()
 

@@ -72,7 +72,7 @@ def run(scheduler: Scheduler, arrivals: list[tuple[int, Request]], max_steps: in
 def check_slots(scheduler: Scheduler) -> None:
     """No slot is lost, none is used twice, and lanes are adjacent."""
     lanes = scheduler.max_sequences * batch_memory.LANE_TOKENS
-    used = np.zeros(scheduler._memory.arena.capacity, dtype=int)
+    used = np.zeros(scheduler.memory.max_slots, dtype=int)
     for start, end in scheduler.radix_tree.pool._ranges:
         used[start:end] += 1
     nodes = {id(node): node for sequence in scheduler.sequences for node in sequence.node.path}
@@ -392,7 +392,9 @@ def test_a_failing_step_fails_those_in_it(make_engine: MakeEngine, monkeypatch: 
     scheduler.join(read_request(engine, prompt, 4), one)
     with monkeypatch.context() as patch:
         patch.setattr(
-            scheduler_module, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("out of memory"))
+            scheduler_module.PackedModel,
+            "extend",
+            lambda *_args: (_ for _ in ()).throw(RuntimeError("out of memory")),
         )
         scheduler.step()
     assert str(one.error) == "out of memory"
@@ -439,8 +441,8 @@ def test_everyone_hears_of_a_device_that_is_gone(
     scheduler = engine.core.scheduler(max_sequences=2, max_tokens=300)
     one = Heard()
     scheduler.join(read_request(engine, random_ids(20, 1), 4), one)
-    monkeypatch.setattr(scheduler_module, "extend", _out_of_memory)
-    monkeypatch.setattr(scheduler._memory.arena, "clear", _out_of_memory)
+    monkeypatch.setattr(scheduler_module.PackedModel, "extend", _out_of_memory)
+    monkeypatch.setattr(scheduler.memory.arena, "clear", _out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         scheduler.step()
     assert str(one.error) == "out of memory"

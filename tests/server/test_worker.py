@@ -159,7 +159,9 @@ def test_a_broken_step_is_survived(make_engine: MakeEngine, monkeypatch: pytest.
     async def body(worker: Worker) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(
-                scheduler_module, "extend", lambda *_args: (_ for _ in ()).throw(RuntimeError("no memory"))
+                scheduler_module.PackedModel,
+                "extend",
+                lambda *_args: (_ for _ in ()).throw(RuntimeError("no memory")),
             )
             with pytest.raises(RuntimeError, match="no memory"):
                 await tokens_of(worker.submit(read_request(engine, random_ids(20, 1), 5)))

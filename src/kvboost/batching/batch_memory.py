@@ -46,6 +46,15 @@ class BatchMemory:
         """Slots of all lanes; the pool of the radix tree begins behind them."""
         return self.max_sequences * self.lane_tokens
 
+    @property
+    def max_slots(self) -> int:
+        return self.lane_slots + self.max_tokens
+
+    @property
+    def spare_slot(self) -> int | None:
+        """A slot that no sequence ever gets, if there is one."""
+        return self.max_slots if self.arena.capacity > self.max_slots else None
+
     def _empty_tree(self) -> RadixTree:
         return RadixTree(SlotPool(self.lane_slots, self.lane_slots + self.max_tokens))
 

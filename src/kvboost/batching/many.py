@@ -20,6 +20,7 @@ import torch
 
 from kvboost.batching.batch_memory import LANE_TOKENS, BatchMemory, spill_tokens
 from kvboost.batching.prefixes import MIN_SHARED_TOKENS, common_tokens, sorted_by_tokens
+from kvboost.batching.resident import ResidentBatch
 from kvboost.batching.scheduler import ModelChangedError, Scheduler
 from kvboost.batching.scores import Scores
 from kvboost.choices import GenerationMode
@@ -142,8 +143,9 @@ def score_jobs(requests: Sequence[ScoreRequest], decode: Callable[[list[int]], s
 class ManyRunner:
     """Runs many requests; `why_alone` says why one cannot share a batch."""
 
-    def __init__(self, parts: EngineParts, why_alone: Callable[[Any], str]) -> None:
+    def __init__(self, parts: EngineParts, resident: ResidentBatch, why_alone: Callable[[Any], str]) -> None:
         self._parts = parts
+        self._resident = resident
         self._why_alone = why_alone
         self.counts = BatchCounts()
 
@@ -164,7 +166,7 @@ class ManyRunner:
         self._parts.fit.begin([job.request for job in jobs])
         order = [jobs[index] for index in sorted_by_tokens([job.request.token_ids for job in jobs])]
         together = [job for job in order if not self._why_alone(job.request)]
-        if unshared_alone:
+        if unshared_alone and not self._resident.exists:
             together = _sharing(together)
         if len(together) < at_least:
             together = []
@@ -178,6 +180,12 @@ class ManyRunner:
         self, jobs: Sequence[Job[Result]], max_batch_tokens: int | None
     ) -> Iterator[Job[Result]]:
         """The jobs as they finish; those without an outcome are to run alone."""
+        if max_batch_tokens is None and (resident := self._resident.take(restarts=True)) is not None:
+            try:
+                yield from self._run_resident(resident, jobs)
+            finally:  # whoever takes the answers may stop at any time
+                self._resident.give_back(resident)
+            return
         most_tokens = max_batch_tokens or default_batch_tokens(self._parts.layout)
         size = Size.of(jobs, most_tokens)
         waiting: deque[Job[Result]] = deque()
@@ -192,12 +200,31 @@ class ManyRunner:
         arena = workspace.take(size.slots, "", _NO_TOKENS)[0]
         memory = BatchMemory(arena, size.sequences, size.tokens, size.lane_tokens)
         scheduler = Scheduler(self._parts, memory, offline=True)
+        try:
+            yield from self._drive(scheduler, size, waiting)
+        finally:
+            workspace.give_back(arena, "", _NO_TOKENS)
+
+    def _run_resident(self, scheduler: Scheduler, jobs: Sequence[Job[Result]]) -> Iterator[Job[Result]]:
+        """The same in the engine's own batch."""
+        memory = scheduler.memory
+        size = Size.of(jobs, memory.max_slots, memory.lane_tokens)
+        waiting: deque[Job[Result]] = deque()
+        for job in jobs:
+            if Size(memory.max_sequences, memory.max_tokens, memory.lane_tokens).holds(job):
+                waiting.append(job)
+            else:
+                yield job
+        if waiting:
+            yield from self._drive(scheduler, size, waiting)
+
+    def _drive(self, scheduler: Scheduler, size: Size, waiting: deque[Job[Result]]) -> Iterator[Job[Result]]:
         self._count(size, [job.request for job in waiting])
+        before = scheduler.counts.shared_tokens
         try:
             yield from _driven(scheduler, waiting)
-        finally:  # whoever takes the answers may stop at any time
-            self.counts.shared_tokens += scheduler.counts.shared_tokens
-            workspace.give_back(arena, "", _NO_TOKENS)
+        finally:
+            self.counts.shared_tokens += scheduler.counts.shared_tokens - before
 
     def _count(self, size: Size, requests: Sequence[Request]) -> None:
         counts, bytes_per_token = self.counts, self._parts.layout.bytes_per_token
@@ -220,12 +247,15 @@ def _driven(scheduler: Scheduler, waiting: deque[Job[Result]]) -> Iterator[Job[R
     running: list[Job[Result]] = []
     has_left = True  # otherwise there is no more room than before
     while waiting or running:
+        was_read = False  # for those that join together, the model's state is read once
         while waiting and has_left and scheduler.has_room(waiting[0].request, in_tree=waiting[0].in_tree):
             job = waiting.popleft()
-            if _joins(scheduler, job):
+            if _joins(scheduler, job, was_read=was_read):
                 running.append(job)
+                was_read = True
             else:
                 yield job
+                was_read = False
         if not running:
             if waiting:
                 yield waiting.popleft()
@@ -244,11 +274,11 @@ def _result_or_error(alone: Callable[[Any], Result], request: Request) -> Result
         return error
 
 
-def _joins(scheduler: Scheduler, job: Job[Any]) -> bool:
+def _joins(scheduler: Scheduler, job: Job[Any], *, was_read: bool) -> bool:
     """Have a job join; where that fails, whoever runs it alone hears why."""
     try:
         scores = job.add_logits if job.scores else None
-        scheduler.join(job.request, job, scores=scores, in_tree=job.in_tree)
+        scheduler.join(job.request, job, scores=scores, in_tree=job.in_tree, was_read=was_read)
     except Exception:  # no room after all, a processor that cannot be made, a model that has changed
         return False
     return True
@@ -289,13 +319,19 @@ class Size(NamedTuple):
         """Whether a request fits if nothing else runs."""
         if job.in_tree is not None:
             return job.in_tree <= self.tokens
+        if (
+            isinstance(job.request, ScoreRequest)
+            and job.request.needed - job.request.limit > self.lane_tokens
+        ):
+            return False  # what is scored does not spill
         return job.request.limit + spill_tokens(job.request, self.lane_tokens) <= self.tokens
 
     @classmethod
-    def of(cls, jobs: Sequence[Job[Any]], most_slots: int) -> Size:
+    def of(cls, jobs: Sequence[Job[Any]], most_slots: int, lane_tokens: int | None = None) -> Size:
         """For jobs sorted by their tokens: as many at once as fit `most_slots` slots.
 
-        Where the end of a prompt that no other shares fits into a lane, it will go there.
+        Where the end of a prompt that no other shares fits into a lane, it will go there. Lanes have
+        `lane_tokens` slots; None = what these jobs need.
         """
         if not jobs:
             return cls(0, 0, 0)
@@ -306,7 +342,7 @@ class Size(NamedTuple):
         behind = np.array([request.needed - request.limit for request in requests])
         wanted, can_spill = limits - in_tree + behind, not isinstance(requests[0], ScoreRequest)
         least = int(behind.max()) if not can_spill else min(LANE_TOKENS, int(behind.max()))
-        lane = int(wanted[wanted <= max(least, LANE_TOKENS)].max(initial=least))
+        lane = lane_tokens or int(wanted[wanted <= max(least, LANE_TOKENS)].max(initial=least))
         is_exact = np.array([request.mode is not GenerationMode.CHUNK_KV_REUSE for request in requests])
         in_lane = is_exact & (wanted <= lane)
         for job, fits, tokens in zip(jobs, in_lane.tolist(), in_tree.tolist(), strict=True):

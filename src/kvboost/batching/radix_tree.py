@@ -31,6 +31,7 @@ class Node:
         self, tokens: np.ndarray, segment: Segment, parent: Node | None, *, is_private: bool = False
     ) -> None:
         self.tokens = tokens
+        self.first_token = int(tokens[0]) if len(tokens) else -1
         self.segment = segment
         self.parent = parent
         self.is_private = is_private
@@ -90,7 +91,9 @@ class RadixTree:
         at = 0
         while at < len(tokens):
             best, common = None, 0
-            for child in [each for each in node.children if not each.is_private]:
+            for child in node.children:
+                if child.is_private or child.first_token != tokens[at]:
+                    continue
                 shared = common_tokens(child.tokens, tokens[at:])
                 # A short node costs more in every later step than it saves once.
                 if shared > common and shared >= min(MIN_SHARED_TOKENS, len(child.tokens)):

@@ -19,7 +19,6 @@ from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvboost.batching.batch_memory import BatchMemory
 from kvboost.batching.pace import Pace
@@ -36,8 +35,9 @@ from kvboost.reuse.plan import PlanPart, ReusePlan
 from kvboost.reuse.recorder import Answer
 from kvboost.reuse.repair import live_positions
 from kvboost.run import decode
-from kvboost.run.packed_step import Extension, Segment, SequenceKV, extend
-from kvboost.run.sampling import SequenceSampler
+from kvboost.run.captured import Size
+from kvboost.run.packed_step import Extension, PackedModel, Segment, SequenceKV
+from kvboost.run.sampling import SequenceSampler, choose_tokens
 
 
 @dataclass
@@ -60,17 +60,19 @@ class Scheduler:
     """Runs checked requests of any namespaces in one batch; each is answered as it would be alone.
 
     An `offline` one waits for whole answers: steps are as long as they may be, and where the model changes,
-    requests fail with a ModelChangedError.
+    requests fail with a ModelChangedError, unless `restarts` is unset.
     """
 
     def __init__(self, parts: EngineParts, memory: BatchMemory, *, offline: bool = False) -> None:
         self._parts = parts
-        self._memory = memory
+        self.memory = memory
         self._offline = offline
+        self.restarts = offline  # requests fail where the model changes, or go on outside the arena
         self._order: list[Sequence] = []  # by arrival; those in the arena and those outside
         self._pace = Pace(on_gpu=parts.layout.slabs[0].device.type == "cuda", offline=offline)
         self._turns = Turns()
         self.counts = SchedulerCounts()
+        self.packed = PackedModel(parts.model, memory.arena, memory.spare_slot)
 
     @property
     def sequences(self) -> abc.Sequence[Sequence]:
@@ -79,28 +81,33 @@ class Scheduler:
 
     @property
     def max_sequences(self) -> int:
-        return self._memory.max_sequences
+        return self.memory.max_sequences
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that prompts, and answers that outgrow their lanes, may have together."""
-        return self._memory.max_tokens
+        return self.memory.max_tokens
 
     @property
     def radix_tree(self) -> RadixTree:
         """Prompts whose KV lies in the arena."""
-        return self._memory.radix_tree
+        return self.memory.radix_tree
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arenas."""
-        return self._memory.nbytes
+        """Memory of the arenas and of captured steps."""
+        return self.memory.nbytes + self.packed.captured_bytes
+
+    def capture(self, sizes: list[Size] | None = None) -> None:
+        """Capture the steps that were missed, or those of `sizes`; nobody should wait for a token now."""
+        if self.packed.captured is not None and not self._order:
+            with decode.running(self._parts.model, fast=True):
+                self.packed.captured.capture(self._parts.fit.state, sizes)
 
     # --- join --------------------------------------------------------------------------------
 
     def needed(self, request: Request, *, answers: bool = True) -> int:
         """Room that a request takes at most, in tokens."""
-        spilled = self._memory.spill_tokens(request, answers=answers)
+        spilled = self.memory.spill_tokens(request, answers=answers)
         return prefill_tokens(request, answers=answers) + spilled
 
     def check(self, request: Request, *, answers: bool = True) -> None:
@@ -122,13 +129,12 @@ class Scheduler:
         in_tree: int | None = None,
     ) -> bool:
         """Whether a request could join now, and leave so many sequences and tokens free for others."""
-        if len(self._memory.sequences) >= self.max_sequences - spare_sequences:
+        if len(self.memory.sequences) >= self.max_sequences - spare_sequences:
             return False
-        is_exact = request.mode is not GenerationMode.CHUNK_KV_REUSE
         exact = len(request.token_ids)
-        if not is_exact:
+        if request.mode is GenerationMode.CHUNK_KV_REUSE:
             exact = self._parts.assembler.plan(self._parts.lookup(request)).first_approximate
-        return self._memory.has_room(
+        return self.memory.has_room(
             request, exact, answers=answers, spare_tokens=spare_tokens, in_tree=in_tree
         )
 
@@ -141,23 +147,26 @@ class Scheduler:
         tenant: str = "",
         scores: TakeLogits | None = None,
         in_tree: int | None = None,
+        was_read: bool = False,
     ) -> Sequence:
         """Take a request of `tenant` in; `answers=False` only computes its prompt, for later ones.
 
         What is stored of it is placed now, the rest is computed in the next steps. With `scores`, no tokens
         are chosen: it gets the logits. If no other can share more than the first `in_tree` tokens, the
-        others go into its lane, which must have room for them and the answer.
+        others go into its lane, which must have room for them and the answer. `was_read` says that the
+        model's state was read for this request just now.
         """
+        if was_read:
+            request.namespace = self._parts.fit.as_read(request.namespace.salt)
+        else:
+            self._parts.fit.begin([request])
         self._check_model()
-        self._parts.fit.begin([request])
         sequence = Sequence(request, listener, answers=answers, tenant=tenant, scores=scores, in_tree=in_tree)
         if sequence.is_sampled:
-            model, tokenizer = self._parts.model, self._parts.tokenizer
-            sequence.sampler = SequenceSampler(
-                model, tokenizer, request.token_ids, request.options, request.index
-            )
+            what = request.token_ids, request.options, request.index
+            sequence.sampler = SequenceSampler(self._parts.model, self._parts.tokenizer, *what)
         if why := request.namespace.gated:
-            if self._offline:
+            if self.restarts:
                 raise ModelChangedError
             sequence.stock = StockDecoder(self._parts.model, why)
         else:
@@ -174,18 +183,18 @@ class Scheduler:
         def parts(plan: ReusePlan) -> list[PlanPart]:
             nonlocal has_entered
             if has_entered:  # a chunk could not be loaded, and this is another plan
-                self._memory.cancel(sequence)
+                self.memory.cancel(sequence)
                 has_entered = False
-            self._memory.enter(sequence, plan.first_approximate)
+            self.memory.enter(sequence, plan.first_approximate)
             has_entered = True
             return sequence.parts_of(plan)
 
         lookup = self._parts.lookup(sequence.request)
         try:
-            plan = self._parts.loader.place_parts(lookup, parts, self._memory.arena)
+            plan = self._parts.loader.place_parts(lookup, parts, self.memory.arena)
         except BaseException:
             if has_entered:
-                self._memory.cancel(sequence)
+                self.memory.cancel(sequence)
             raise
         sequence.plan = plan
         sequence.stored_tokens = min(plan.prefix_end, sequence.limit)
@@ -194,41 +203,49 @@ class Scheduler:
             sequence.set_missing(live_positions(plan.runs, sequence.limit))
 
     def _check_model(self) -> None:
-        """Where the model is another one than at the last step, take all sequences out of the arena."""
-        sequences = list(self._memory.sequences)
-        if not sequences or self._parts.fit.is_current(sequences[0].request.namespace):
+        """Where the model as it was just read is not that of the last step, empty the arena."""
+        sequences = list(self.memory.sequences)
+        if not sequences:
+            return
+        namespace = sequences[0].request.namespace
+        if namespace == self._parts.fit.as_read(namespace.salt):
             return
         for sequence in sequences:
-            if self._offline:
+            if self.restarts:
                 self._drop(sequence)
                 sequence.listener.failed(ModelChangedError())
             else:
-                self._memory.free(sequence)
+                self.memory.free(sequence)
                 sequence.stock = StockDecoder(self._parts.model, CHANGED_REASON)
-        self._memory.reset()
+        self.memory.reset()
 
     # --- step --------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """One forward for all. Where it fails, so do all requests in it; those that join later do not."""
+    def step(self, *, was_read: bool = False) -> None:
+        """One forward for all. Where it fails, so do all requests in it; those that join later do not.
+
+        `was_read` says that the model's state was read just now.
+        """
         try:
-            self._step()
+            self._step(was_read)
         except Exception as error:  # mostly OOM; the KV of the sequences in the step cannot be trusted
             self.fail_all(error)
 
-    def _step(self) -> None:
-        self._check_model()
+    def _step(self, was_read: bool) -> None:
+        if self.memory.sequences and not was_read:
+            self._parts.fit.read()
+            self._check_model()
         for sequence in [each for each in self._order if each.stock is not None]:
             self._step_outside(sequence)
         reading = self._choose_repair(self._turns.next(self._in_arena()))
-        if self._memory.sequences:
+        if self.memory.sequences:
             self._step_batch(reading)
         else:
             self.counts.steps += 1
 
     def _step_batch(self, reading: abc.Sequence[Sequence]) -> None:
         """One step of the sequences in the arena: prompts of `reading` and decode in one forward."""
-        started, in_arena = time.perf_counter(), self._memory.sequences
+        started, in_arena = time.perf_counter(), self.memory.sequences
         decoding = sum(sequence.is_decoding for sequence in in_arena)
         budget = self._pace.budget(decoding, len(in_arena) - decoding)
         fills = fills_of(reading, budget)
@@ -238,20 +255,22 @@ class Scheduler:
             sequence.computed_from = min(sequence.computed_from, fill.segment.end)
         prompt_tokens = sum(len(each.extension.token_ids) for each in fills.values())
         speaking = [each for each in in_arena if each.is_decoding or speaks_first(each, fills)]
-        self._memory.prepare_lanes(speaking)
+        self.memory.prepare_lanes(speaking)
         feeding = [(fill.extension, None) for fill in fills.values()]
         failed = self._forward([*feeding, *map(_next_token, speaking)])
         self.counts.steps += 1
         self.counts.decoded_tokens += len(speaking)
         self.counts.prefilled_tokens += prompt_tokens
-        for sequence in speaking:
-            sequence.is_decoding = True
-            self._deliver(sequence, failed.get(id(sequence)))
-        self._pace.record(time.perf_counter() - started, len(speaking), prompt_tokens)
-        for sequence in self._in_arena():
-            self._store_prompt(sequence)
-            if not sequence.answers and sequence.unfilled is None:
-                self.leave(sequence)
+        with self._parts.fit.one_reading():  # what is stored now was computed by the same forward
+            for sequence in speaking:
+                sequence.is_decoding = True
+                self._deliver(sequence, failed.get(id(sequence)))
+            self._pace.record(time.perf_counter() - started, len(speaking), prompt_tokens)
+            for sequence in self._in_arena():
+                if not self._offline:
+                    self._store_prompt(sequence)
+                if not sequence.answers and sequence.unfilled is None:
+                    self.leave(sequence)
 
     def _in_arena(self) -> list[Sequence]:
         """Sequences in the arena, in order of arrival."""
@@ -274,7 +293,7 @@ class Scheduler:
 
     def _choose_or_fail(self, sequence: Sequence) -> None:
         try:
-            choose_repair(self._parts.model, self._memory, sequence)
+            choose_repair(self._parts.model, self.memory, sequence)
         except Exception as error:  # a strategy of the caller's own, or OOM: the others go on
             self._drop(sequence)
             sequence.listener.failed(error)
@@ -303,7 +322,7 @@ class Scheduler:
             logits = sequence.stock.next_logits(
                 np.concatenate([request.token_ids, new_ids]), request.namespace
             )
-            sampler.append(sampler.choose(logits))
+            sampler.append(int(sampler.choose(logits)))
             self.counts.decoded_tokens += 1
         except Exception as raised:  # a processor of the request, or OOM: the others go on
             error = raised
@@ -312,17 +331,21 @@ class Scheduler:
     def _forward(self, parts: list[tuple[Extension, Sequence | None]]) -> dict[int, Exception]:
         """Run the extensions and choose their sequences' next tokens; returns what failed, by sequence id."""
         parts.sort(key=lambda part: _prefix_key(part[0].segment))
-        found = []
-        model = self._parts.model
-        with decode.running(model, fast=True, was_read=True):
-            for number, first, logits in extend(model, self._memory.arena, [each for each, _ in parts]):
-                sequence = parts[number][1]
-                assert sequence is not None
-                if sequence.scores is not None:
-                    sequence.scores(sequence.request.limit + first, logits)
-                else:
-                    found.append((sequence, logits[0]))
-            return _choose_tokens(found)
+        failed: dict[int, Exception] = {}
+        with decode.running(self._parts.model, fast=True, was_read=True):
+            for forward in self.packed.extend([each for each, _ in parts], self._parts.fit.state):
+                speaking: dict[int, Sequence] = {}  # by row
+                for number, first, row, count in forward.spans:
+                    sequence = parts[number][1]
+                    assert sequence is not None
+                    if sequence.scores is not None:
+                        sequence.scores(sequence.request.limit + first, forward.logits[row : row + count])
+                    else:
+                        speaking[row] = sequence
+                samplers = {row: sequence.sampler for row, sequence in speaking.items()}
+                for row, error in choose_tokens(forward, samplers).items():
+                    failed[id(speaking[row])] = error
+        return failed
 
     # --- leave -------------------------------------------------------------------------------
 
@@ -376,7 +399,7 @@ class Scheduler:
             self._store_tokens(sequence, request.token_ids[:filled])
             return
         lane.before = sequence.segments
-        kv = SequenceKV(self._memory.arena, lane)
+        kv = SequenceKV(self.memory.arena, lane)
         plan, recomputed, recorder = sequence.plan, sequence.recomputed, self._parts.recorder
         if not sequence.is_sampled:
             recorder.store(request.prompt.token_ids, kv, request.namespace, plan, recomputed)
@@ -389,29 +412,29 @@ class Scheduler:
 
     def _store_tokens(self, sequence: Sequence, token_ids: np.ndarray, *, is_piece: bool = False) -> None:
         """Store the first tokens of a prompt, which are exact."""
-        kv, namespace = SequenceKV(self._memory.arena, sequence.node.segment), sequence.request.namespace
+        kv, namespace = SequenceKV(self.memory.arena, sequence.node.segment), sequence.request.namespace
         self._parts.recorder.store(token_ids, kv, namespace, sequence.plan, is_piece=is_piece)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, and free its slots."""
         self._order.remove(sequence)
         if sequence.stock is None:
-            self._memory.free(sequence)
+            self.memory.free(sequence)
 
     def fail_all(self, error: Exception) -> None:
         """Tell all requests that there is no answer, and begin anew."""
         self.counts.failed_steps += 1
         sequences = self.sequences
         self._order = []
-        self._memory.reset()
+        self.memory.reset()
         for sequence in sequences:
             sequence.listener.failed(error)
         # Last, since it may fail too: the device may be gone.
-        self._memory.arena.clear(0, self._memory.lane_slots)
+        self.memory.arena.clear(0, self.memory.lane_slots)
 
     def clear(self) -> None:
         """Forget the text that lies in the arena; sequences in the batch go on."""
-        self._memory.radix_tree.clear()
+        self.memory.radix_tree.clear()
 
 
 def _next_token(sequence: Sequence) -> tuple[Extension, Sequence]:
@@ -420,23 +443,6 @@ def _next_token(sequence: Sequence) -> tuple[Extension, Sequence]:
         return Extension(sequence.lane, np.array(sequence.sampler.new_ids[-1:])), sequence
     ids, wanted = sequence.request.token_ids, len(sequence.request.token_ids) - sequence.request.limit
     return Extension(sequence.lane, ids[sequence.lane.end :], wanted), sequence
-
-
-def _choose_tokens(found: list[tuple[Sequence, torch.Tensor]]) -> dict[int, Exception]:
-    """Choose the next tokens by logits `[vocab]`; returns why that failed, by the sequence's id."""
-    failed: dict[int, Exception] = {}
-    greedy = [(sequence, logits) for sequence, logits in found if sequence.sampler.is_plain_greedy]
-    if greedy:  # one transfer from the device for them all
-        largest = torch.stack([logits for _, logits in greedy]).argmax(-1).tolist()
-        for (sequence, _), token in zip(greedy, largest, strict=True):
-            sequence.sampler.append(token)
-    for sequence, logits in found:
-        if not sequence.sampler.is_plain_greedy:
-            try:
-                sequence.sampler.append(sequence.sampler.choose(logits))
-            except Exception as error:  # a processor of the request: the others go on
-                failed[id(sequence)] = error
-    return failed
 
 
 def _prefix_key(segment: Segment) -> tuple[int, ...]:

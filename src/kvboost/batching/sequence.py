@@ -96,6 +96,11 @@ class Sequence:
         self.tail_pulled = in_tree is not None  # the end of its prompt is in its lane, if that was possible
 
     @property
+    def has_spoken(self) -> bool:
+        """Whether its answer has begun."""
+        return self.is_sampled and bool(self.sampler.new_ids)
+
+    @property
     def limit(self) -> int:
         """Prompt tokens that go into the radix tree."""
         return prefill_tokens(self.request, answers=self.answers, in_tree=self.in_tree)

@@ -13,6 +13,7 @@ from typing import Any
 from kvboost.batching import batch_memory, many
 from kvboost.batching.batch_memory import BatchMemory
 from kvboost.batching.many import ManyRunner, Outcome
+from kvboost.batching.resident import ResidentBatch, answer_one
 from kvboost.batching.scheduler import Scheduler
 from kvboost.choices import GenerationMode, Origin
 from kvboost.executor.alone import AloneRunner
@@ -25,6 +26,7 @@ from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
 from kvboost.requests.prompts import Prompt, TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
+from kvboost.run.captured import Size
 from kvboost.settings import EngineArguments, EngineSettings
 
 _RUNNING_BATCH_TOKENS = 65_536
@@ -43,7 +45,9 @@ class EngineCore:
         self.warmer = Warmer(parts)
         self.alone = AloneRunner(parts, self.warmer)
         self.own_loop = OwnLoop(parts, self.warmer)
-        self.many = ManyRunner(parts, parts.why_alone)
+        self.resident = ResidentBatch(parts, many.default_batch_tokens)
+        parts.arena_holders.append(self.resident)
+        self.many = ManyRunner(parts, self.resident, parts.why_alone)
 
     def tokenize(
         self,
@@ -62,6 +66,19 @@ class EngineCore:
         repair = self.parts.approximation.repair(*arguments.repair)
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
         return self.parts.requests.read(prompt, arguments, namespace, started, repair)
+
+    def serve(self, request: Request) -> GenerationResult:
+        """Answer one request: in the engine's own batch where there is one and it may, else alone."""
+        parts = self.parts
+        parts.fit.begin([request])
+        if parts.why_alone(request) or (scheduler := self.resident.take(restarts=False)) is None:
+            return self.alone.serve(request)
+        try:
+            if scheduler.needed(request) <= scheduler.max_tokens:
+                return answer_one(scheduler, request)
+        finally:
+            self.resident.give_back(scheduler)
+        return self.alone.serve(request)
 
     def outcomes(
         self,
@@ -113,8 +130,10 @@ class EngineCore:
         if max_tokens is None:
             max_tokens = min(_RUNNING_BATCH_TOKENS, many.default_batch_tokens(parts.layout))
         lane = batch_memory.LANE_TOKENS
-        arena = Arena(parts.layout, max_sequences * lane + max_tokens)
-        return Scheduler(parts, BatchMemory(arena, max_sequences, max_tokens, lane))
+        arena = Arena(parts.layout, max_sequences * lane + max_tokens + 1)  # one for captured steps
+        scheduler = Scheduler(parts, BatchMemory(arena, max_sequences, max_tokens, lane))
+        scheduler.capture(Size.all(max_sequences))
+        return scheduler
 
     def explain(self, prompt: Prompt | TokenizedPrompt, arguments: Arguments) -> Explanation:
         """What would be reused of `prompt`, and why the rest would not."""

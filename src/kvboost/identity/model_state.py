@@ -31,13 +31,15 @@ class ModelState:
     """One reading. `version` counts the changes seen; `gated` says why nothing may be reused now, if so.
 
     `surprises` counts changes that were overlooked for a while, though KV was stored meanwhile: under which
-    weights that was computed is not known.
+    weights that was computed is not known. `places` counts the times that tensors were replaced, moved or
+    written to, with other values or not.
     """
 
     version: int
     structure: int
     surprises: int = 0
     gated: str = ""
+    places: int = 0
 
 
 class ModelWatch:
@@ -52,6 +54,7 @@ class ModelWatch:
         self._surroundings: Any = None
         self._version = 0
         self._structure_version = 0
+        self._looks = 0
         self._suspects: set[str] = set()  # names of tensors whose checksum has changed
         self._surprises = 0
         self._stored = [False, False]  # was KV stored: before the scrubber's current pass, and since
@@ -79,7 +82,7 @@ class ModelWatch:
             gated = gated_reason(self._structure, known.device_types) or peft_reason(model)
             if known.is_elsewhere:
                 gated = gated or "gated: weights are offloaded"
-            return ModelState(self._version, self._structure_version, self._surprises, gated)
+            return ModelState(self._version, self._structure_version, self._surprises, gated, self._looks)
 
     def check_all(self) -> bool:
         """Compare the checksums of all values with those known; returns whether any had changed."""
@@ -165,6 +168,7 @@ class ModelWatch:
 
     def _look_over(self, present: list[torch.Tensor | None], known: KnownTensors | None) -> KnownTensors:
         """Take the checksums of tensors that may have changed."""
+        self._looks += 1
         fresh = KnownTensors(self._structure, present)
         tensors = fresh.tensors(present)
         before, untouched = self._as_before(known, fresh)

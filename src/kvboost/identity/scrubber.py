@@ -152,7 +152,7 @@ class Scrubber:
     def _may_go(self, task: _Task, watched: Watched) -> bool:
         """Between requests, or when it is late."""
         late = time.monotonic() - task.due
-        if task.lock.is_held and late < _LATE_SHARE * task.pass_seconds(watched.nbytes):
+        if task.lock.is_busy and late < _LATE_SHARE * task.pass_seconds(watched.nbytes):
             time.sleep(_BUSY_S)
             return False
         return True

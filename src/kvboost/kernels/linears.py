@@ -236,7 +236,7 @@ def faster(model: Any, *, was_read: bool = False) -> Iterator[None]:
     changed: list[torch.nn.Module] = []
     active = _ACTIVE.set(True)
     try:
-        if operator is not None:
+        if operator is not None and next(model.parameters()).device.type == "cpu":
             watch = watch_of(model)
             if not was_read:
                 watch.read()

@@ -18,19 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kvboost.kernels import positional
 from kvboost.kernels.partial import merge, partial_attention
+from kvboost.kernels.positional import DeviceWork
 from kvboost.kernels.scope import AttentionCall, model_attention
+from kvboost.kernels.work import SeenKeys, Stretch, work_of
 
 _WINDOW_QUERIES = 512  # per mask of a sliding window
 _PICKED_QUERIES = 64  # per mask, where tokens lie between others
-
-
-class Stretch(NamedTuple):
-    """KV in slots `[start, start + length)`, of tokens at positions from `position` on."""
-
-    start: int
-    length: int
-    position: int
 
 
 @dataclass(frozen=True)
@@ -104,17 +99,40 @@ class PackedAttention:
     ) -> None:
         self.feeds = tuple(feeds)
         self._windows = windows
-        self.tokens = sum(feed.tokens for feed in feeds)
         self.device = device
         self._starts = np.cumsum([0, *(feed.tokens for feed in feeds)]).tolist()
-        self.slots = torch.from_numpy(self._of_each(lambda own: own.start)).to(device)
-        self._positions = self._of_each(lambda own: own.position)
-        self.positions = torch.from_numpy(self._positions).to(device)
+        self.host_slots = self._of_each(lambda own: own.start)
+        self.host_positions = self._of_each(lambda own: own.position)
         self._shared = tuple(self._shared_keys())
         self._masks: dict[Any, torch.Tensor | None] = {}
+        self._work: dict[Any, DeviceWork] = {}
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        return torch.from_numpy(self.host_slots).to(self.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        return torch.from_numpy(self.host_positions).to(self.device)
+
+    @property
+    def is_by_kernel(self) -> bool:
+        """Whether the kernel for a GPU computed some of it."""
+        return bool(self._work)
+
+    def seen_keys(self) -> list[SeenKeys]:
+        """Which keys its queries see, those of several sequences together where they share them."""
+        ranges: dict[tuple[int, int], list[Stretch]] = {}
+        for keys, first, last in self._shared:
+            ranges.setdefault((first, last), []).append(keys)
+        for feed, first, last in zip(self.feeds, self._starts, self._starts[1:], strict=False):
+            ranges.setdefault((first, last), []).append(feed.own)
+        return [SeenKeys(first, last, seen) for (first, last), seen in ranges.items()]
 
     def _of_each(self, base: Callable[[Stretch], int]) -> np.ndarray:
         """Per new token, its index in its sequence's own stretch, plus `base` of that stretch."""
+        if len(self.feeds) == self._starts[-1] and all(feed.picks is None for feed in self.feeds):
+            return np.array([feed.own.length - 1 + base(feed.own) for feed in self.feeds], dtype=np.int64)
         return np.concatenate([feed.indices + base(feed.own) for feed in self.feeds])
 
     def _shared_keys(self) -> Iterator[_SharedKeys]:
@@ -159,6 +177,8 @@ class PackedAttention:
 
         Returns `[1, n, heads, head_dim]`. The call's mask is ignored.
         """
+        if self.device.type == "cuda" and not positional.why_not(call):
+            return positional.attend(call, self._device_work(call), self._windows[call.module])
         layer = _Layer(call, self._windows[call.module])
         if not call.is_plain:
             return self._one_by_one(call, layer)
@@ -172,6 +192,19 @@ class PackedAttention:
         for keys, first, last in self._shared:
             self._add_shared(keys, first, last, layer)
         return layer.out.transpose(0, 1).unsqueeze(0).to(call.query.dtype)
+
+    def _device_work(self, call: AttentionCall) -> DeviceWork:
+        """The tables for the kernel, made once for all layers of a shape."""
+        heads, kv_heads, value_dim = call.query.shape[1], call.key.shape[1], call.value.shape[3]
+        made_for = (heads, kv_heads, call.query.shape[3], value_dim, call.query.dtype)
+        if made_for not in self._work:
+            tokens = len(self.host_positions)
+            tile = positional.tile_of(call.group, call.query.shape[3], call.query.dtype, tokens)
+            work = work_of(
+                self.seen_keys(), self.host_positions, group=call.group, kv_heads=kv_heads, tile=tile
+            )
+            self._work[made_for] = DeviceWork.of(work, self.positions, heads, value_dim, tile)
+        return self._work[made_for]
 
     def _attend_own(self, index: int, layer: _Layer) -> None:
         """A sequence's new tokens over its own stretch."""
@@ -240,7 +273,7 @@ class PackedAttention:
 
     def _add_within_window(self, keys: Stretch, first: int, last: int, layer: _Layer, window: int) -> None:
         """The same for few queries, of which some may not see all of it."""
-        positions = self._positions[first:last]
+        positions = self.host_positions[first:last]
         skipped = max(0, int(positions.min()) - window + 1 - keys.position)
         if skipped >= keys.length:
             return  # out of sight of them all
@@ -275,7 +308,7 @@ class PackedAttention:
             first, last = self._starts[index], self._starts[index + 1]
             parts = (*feed.before, feed.own._replace(length=int(feed.indices[-1]) + 1))
             there = np.concatenate([keys.position + np.arange(keys.length) for keys in parts])
-            positions = self._positions[first:last]
+            positions = self.host_positions[first:last]
             seen = partial(_visible, positions, there, layer.window)
             mask = self._mask(("sequence", index), layer, seen, group=1)
             if mask is None:

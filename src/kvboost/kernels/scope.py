@@ -25,7 +25,7 @@ from kvboost.identity.attention_name import BORROWED_NAMES, BorrowedName, own_na
 
 NAME = "kvboost_folded"  # of ours in the config of a model whose own attention is sdpa
 # Arguments that do not change what attention computes.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "position_ids",
         "cache_position",
@@ -78,8 +78,8 @@ class AttentionCall:
         if self.dropout:
             return False
         extra = self.extra
-        return extra.keys() <= _HARMLESS or all(
-            name in _HARMLESS or argument is None for name, argument in extra.items()
+        return extra.keys() <= HARMLESS or all(
+            name in HARMLESS or argument is None for name, argument in extra.items()
         )
 
     @property

@@ -6,7 +6,7 @@ Knows what an engine consists of, not how a request runs.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -39,6 +39,15 @@ from kvboost.store.manager import KVCacheManager
 SURPRISE_REASON = "weights had changed unseen"
 
 
+class ArenaHolder(Protocol):
+    """Keeps arenas from one request to the next."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def drop(self) -> None: ...
+
+
 class EngineParts:
     """A model, its tokenizer and its cache: what all executors of one engine share."""
 
@@ -64,6 +73,7 @@ class EngineParts:
         self.fit = ModelFit(model, settings, self.forget_all)
         self.layout = self.fit.layout
         self.workspace = Workspace(self.layout)
+        self.arena_holders: list[ArenaHolder] = [self.workspace]
         self.approximation = Approximation(model, settings, self.fit.rotation, self.fit.costs)
         self.codec = KVCodec(
             self.layout, settings.bits, device=torch.device("cpu") if settings.cache_device == "cpu" else None
@@ -165,9 +175,14 @@ class EngineParts:
             found.ratio_for(bound), f"exact reuse only: no ratio held max_kl={bound:g}"
         )
 
+    def drop_arenas(self) -> None:
+        """Free the arenas that are kept for later requests, and forget the text in them."""
+        for each in self.arena_holders:
+            each.drop()
+
     def forget_all(self) -> None:
         """Drop everything, on disk too: weights changed unnoticed, so stored KV cannot be trusted."""
-        self.workspace.drop()
+        self.drop_arenas()
         self.reader.forget_answers()
         self.manager.drop_all()
         self.manager.count_failure(SURPRISE_REASON)
@@ -176,7 +191,7 @@ class EngineParts:
 
     def clear(self) -> None:
         """Forget all cached text that is not pinned, on disk too, and remembered answers."""
-        self.workspace.drop()
+        self.drop_arenas()
         self.reader.forget_answers()
         if self.disk is not None:
             self.disk.clear()
@@ -185,7 +200,7 @@ class EngineParts:
 
     def close(self) -> None:
         """Save what is not on disk yet, and free all but the model. It can be called twice."""
-        self.workspace.drop()
+        self.drop_arenas()
         if self.disk is not None:
             self.fit.weights_changed()  # KV of other weights must not outlive the process
             self.disk.close()
@@ -197,7 +212,7 @@ class EngineParts:
         """Sizes and counters at this moment."""
         stats = {
             **self.manager.stats(),
-            "workspace_bytes": self.workspace.nbytes,
+            "workspace_bytes": sum(each.nbytes for each in self.arena_holders),
             "packed_weights_bytes": linears.packed_bytes(self.model),
             "remembered_answers_bytes": self.reader.answers_bytes,
         }

@@ -7,8 +7,10 @@ when a request begins. Knows no store.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ class ModelFit:
 
     def __init__(self, model: Any, settings: EngineSettings, on_surprise: Callable[[], None]) -> None:
         self._model = model
+        self._shared = threading.local()  # a reading that several questions share
         self._on_surprise = on_surprise
         with model_lock(model):
             self._namespaces = NamespaceTracker(model, encoding_of(settings))  # reads all weights, now
@@ -84,7 +87,7 @@ class ModelFit:
             self.rotation = rope.learn_rotation(model, self.layout)
             self.costs = ForwardCosts(model, settings.chunk_size)  # runs the model on a GPU
             self._ignore_what_forwards_change(before)
-        state = self.watch.read()
+        self.state = state = self.watch.read()  # the last reading
         self._structure, self._misfit = state.structure, ""
         self._surprises = state.surprises
         self.family = self._namespaces.of(state, settings.cache_salt).family
@@ -110,7 +113,29 @@ class ModelFit:
 
     def namespace(self, salt: str) -> Namespace:
         """The namespace of KV computed now: this model in its present state, this encoding, and `salt`."""
-        return self._namespace_of(self.watch.read(), salt)
+        state = getattr(self._shared, "state", None)
+        if state is None:
+            state = self.watch.read()
+            if getattr(self._shared, "is_on", False):
+                self._shared.state = state
+        return self._namespace_of(state, salt)
+
+    @contextmanager
+    def one_reading(self) -> Iterator[None]:
+        """Inside, and in this thread, all that is asked of the model's state is answered by one reading."""
+        self._shared.is_on = True
+        try:
+            yield
+        finally:
+            self._shared.is_on, self._shared.state = False, None
+
+    def read(self) -> None:
+        """Read the model's state, for `as_read`."""
+        self.state = self.watch.read()
+
+    def as_read(self, salt: str) -> Namespace:
+        """The namespace of the model as it was read last."""
+        return self._namespace_of(self.state, salt)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Read the model's state as these requests begin: their KV belongs to it."""
@@ -130,6 +155,7 @@ class ModelFit:
 
     def _namespace_of(self, state: ModelState, salt: str) -> Namespace:
         """The namespace of a state that was just read; gated if the engine no longer fits the model."""
+        self.state = state
         if state.surprises != self._surprises:
             self._surprises = state.surprises
             self._on_surprise()

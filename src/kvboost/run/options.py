@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import GenerationConfig
@@ -62,6 +63,30 @@ _GONE_KINDS = ("contrastive_search", "dola_generation", "group_beam_search", "co
 _LOSSLESS_CACHES = (None, "dynamic", "dynamic_full", "static", "hybrid", "hybrid_chunked", "sliding_window")
 _OFFLOADED = ("offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")  # have no effect without do_sample
+# Fields of a generation config that take no part in choosing tokens greedily, and values with no effect.
+_NOT_CHOOSING = frozenset(
+    {
+        "max_new_tokens",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "transformers_version",
+        "generation_kwargs",
+        "return_legacy_cache",
+        "disable_compile",
+        "compile_config",
+        "_commit_hash",
+        "_from_model_config",
+        "_original_object_hash",
+        *_SAMPLING,
+    }
+)
+_DEFAULTS = vars(GenerationConfig())
+_IDLE = {**_NEUTRAL, "do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "min_length": 0}
 _TINY, _MANY = 1e-6, float("inf")
 _RANGES: dict[str, tuple[float, float]] = {  # outside of these, transformers ignores an option silently
     "top_p": (_TINY, 1),
@@ -100,6 +125,25 @@ class GenerationOptions:
     def kind(self) -> DecodingKind:
         """How transformers decodes with these options, as it decides itself."""
         return self.config.get_generation_mode(self.call_options.get("assistant_model"))
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end an answer."""
+        ends = self.config.eos_token_id
+        return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+
+    @cached_property
+    def is_plain_greedy(self) -> bool:
+        """Whether transformers would do nothing but take the largest logit until an end token comes.
+
+        True only where no field but those known to change nothing else differs from its default.
+        """
+        if self.call_options.keys() - {"streamer"} or self.config.do_sample:
+            return False
+        return all(
+            value is None or name in _NOT_CHOOSING or value in (_DEFAULTS.get(name), _IDLE.get(name))
+            for name, value in vars(self.config).items()
+        )
 
     @property
     def why_plain(self) -> str:

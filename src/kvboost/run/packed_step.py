@@ -8,8 +8,8 @@ and not how tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +17,13 @@ import torch
 
 from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
-from kvboost.kernels.packed import Feed, PackedAttention, Stretch
+from kvboost.kernels.packed import Feed, PackedAttention
 from kvboost.kernels.scope import forward_scope
 from kvboost.kernels.windows import windows_now, windows_of
+from kvboost.kernels.work import Stretch
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout, Packed
+from kvboost.run.captured import CapturedSteps
 
 # Tokens of one forward, on a CPU and on a GPU, and the logits that it may give, in elements.
 _MAX_TOKENS = {False: 2048, True: 8192}
@@ -29,7 +31,7 @@ _MAX_LOGITS = 1 << 26
 # The text of a trial at load, and the largest window that it outgrows.
 _TRIAL_TOKENS = 16
 SMALL_WINDOW = 128
-_NONE_MISSING = np.zeros(0, dtype=np.int64)
+_NO_ROWS = _NONE_MISSING = np.zeros(0, dtype=np.int64)
 LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -125,18 +127,125 @@ class ExtensionLogits(NamedTuple):
     logits: torch.Tensor
 
 
-def extend(model: Any, arena: Arena, extensions: Sequence[Extension]) -> Iterator[ExtensionLogits]:
-    """Run the extensions through the model, as many at once as memory allows, and fill their segments.
+@dataclass(frozen=True)
+class ForwardLogits:
+    """Logits `[rows, vocab]` of one forward, good until the next, and where each extension's are.
 
-    No segment may be extended twice, nor together with one that it is behind. Those that share a prefix
-    should be adjacent.
+    `spans` has the extension's number, the first of its wanted tokens, its first row and how many there are.
     """
-    if not extensions:
-        return
-    device = model.get_input_embeddings().weight.device
-    arena.set_length(arena.capacity)  # the backend knows what is filled
-    for block in _blocks(extensions, device.type == "cuda", int(text_config(model).vocab_size)):
-        yield from _forward(model, arena, extensions, block, device)
+
+    spans: Sequence[tuple[int, int, int, int]]
+    logits: torch.Tensor
+    captured_largest: torch.Tensor | None = None
+
+    @property
+    def largest_tokens(self) -> torch.Tensor:
+        """The token `[rows]` with the largest logit in every row, on the device."""
+        return self.logits.argmax(-1) if self.captured_largest is None else self.captured_largest
+
+    def __iter__(self) -> Iterator[ExtensionLogits]:
+        for number, first, row, count in self.spans:
+            yield ExtensionLogits(number, first, self.logits[row : row + count])
+
+
+@dataclass
+class StepCounts:
+    """Forwards of packed steps: `captured` ones, those whose attention our GPU kernel computed, and all."""
+
+    forwards: int = 0
+    captured: int = 0
+    by_kernel: int = 0
+
+
+class PackedModel:
+    """A model over one arena. On a GPU steps are captured, if slot `spare_slot` of it belongs to nobody."""
+
+    def __init__(self, model: Any, arena: Arena, spare_slot: int | None = None) -> None:
+        self._model = model
+        self._arena = arena
+        self._device = model.get_input_embeddings().weight.device
+        self.captured: CapturedSteps | None = None
+        if spare_slot is not None and self._device.type == "cuda":
+            self.captured = CapturedSteps(model, arena, spare_slot)
+        self.counts = StepCounts()
+
+    def stats(self) -> dict[str, Any]:
+        """Forwards: all, by our GPU kernel, captured ones; graphs and their memory, or why there are none."""
+        captured = self.captured
+        return {
+            **asdict(self.counts),
+            "graphs": len(captured.sizes) if captured is not None else 0,
+            "graph_bytes": self.captured_bytes,
+            "not_captured": captured.why_not if captured is not None else "no GPU",
+        }
+
+    @property
+    def captured_bytes(self) -> int:
+        """Memory of captured steps."""
+        return self.captured.nbytes if self.captured is not None else 0
+
+    def extend(self, extensions: Sequence[Extension], state: Hashable = None) -> Iterator[ForwardLogits]:
+        """Run the extensions through the model, as many at once as memory allows, and fill their segments.
+
+        No segment may be extended twice, nor together with one that it is behind. Those that share a prefix
+        should be adjacent. `state` is that of the model, as captured steps ask for it.
+        """
+        if not extensions:
+            return
+        self._arena.set_length(self._arena.capacity)  # the backend knows what is filled
+        vocab = int(text_config(self._model).vocab_size)
+        for block in _blocks(extensions, self._device.type == "cuda", vocab):
+            yield self._forward(extensions, block, state)
+
+    def _forward(
+        self, extensions: Sequence[Extension], block: Sequence[_Part], state: Hashable
+    ) -> ForwardLogits:
+        feeds, ids, spans = [], [], []
+        wanted: list[np.ndarray] = []
+        at = row = 0
+        for index, start, end in block:
+            extension = extensions[index]
+            feeds.append(_feed(extension.segment, end - start))
+            ids.append(extension.token_ids[start:end])
+            silent = len(extension.token_ids) - extension.wanted
+            if end > silent:
+                first = max(start, silent)
+                spans.append((index, first - silent, row, end - first))
+                wanted.append(np.arange(at + first - start, at + end - start))
+                row += end - first
+            at += end - start
+        attention = PackedAttention(feeds, self._device, windows_of(self._model).by_module)
+        token_ids, keep = np.concatenate(ids), np.concatenate(wanted or [_NO_ROWS])
+        self.counts.forwards += 1
+        if self.captured is not None:
+            replayed = self.captured.run(state, attention, token_ids, keep)
+            if replayed is not None:
+                self.counts.captured += 1
+                self.counts.by_kernel += 1
+                return ForwardLogits(spans, *replayed)
+        logits = self._eager(attention, token_ids, keep)
+        self.counts.by_kernel += attention.is_by_kernel
+        return ForwardLogits(spans, logits)
+
+    def _eager(self, attention: PackedAttention, token_ids: np.ndarray, keep: np.ndarray) -> torch.Tensor:
+        """Logits `[len(keep), vocab]`, or of no meaning where none are kept."""
+        device, arena = self._device, self._arena
+        kept: torch.Tensor | int = torch.from_numpy(keep).to(device) if len(keep) else 1
+        with torch.no_grad(), arena.scatter_at(attention.slots), forward_scope(self._model, attention):
+            output = self._model(
+                input_ids=torch.from_numpy(token_ids).to(device).unsqueeze(0),
+                position_ids=attention.positions.unsqueeze(0),
+                attention_mask=torch.zeros(
+                    1, 1, len(token_ids), 1, dtype=arena.slabs[0].dtype, device=device
+                ),
+                past_key_values=arena,
+                use_cache=True,
+                logits_to_keep=kept,
+            )
+        logits: torch.Tensor = output.logits[0]
+        if isinstance(kept, torch.Tensor) and len(logits) != len(keep):
+            logits = logits[kept]  # the model knows no `logits_to_keep` and gives them all
+        return logits
 
 
 class _Part(NamedTuple):
@@ -168,46 +277,6 @@ def _blocks(extensions: Sequence[Extension], on_gpu: bool, vocab: int) -> Iterat
             logits += max(0, end - max(start, silent))
             start = end
     yield block
-
-
-def _forward(
-    model: Any,
-    arena: Arena,
-    extensions: Sequence[Extension],
-    block: Sequence[_Part],
-    device: torch.device,
-) -> Iterator[ExtensionLogits]:
-    feeds, ids, spans = [], [], []
-    wanted: list[np.ndarray] = []
-    at = 0
-    for index, start, end in block:
-        extension = extensions[index]
-        feeds.append(_feed(extension.segment, end - start))
-        ids.append(extension.token_ids[start:end])
-        silent = len(extension.token_ids) - extension.wanted
-        if end > silent:
-            first = max(start, silent)
-            spans.append((index, first - silent, end - first))
-            wanted.append(np.arange(at + first - start, at + end - start))
-        at += end - start
-    attention = PackedAttention(feeds, device, windows_of(model).by_module)
-    keep: torch.Tensor | int = torch.from_numpy(np.concatenate(wanted)).to(device) if wanted else 1
-    with torch.no_grad(), arena.scatter_at(attention.slots), forward_scope(model, attention):
-        output = model(
-            input_ids=torch.from_numpy(np.concatenate(ids)).to(device).unsqueeze(0),
-            position_ids=attention.positions.unsqueeze(0),
-            attention_mask=torch.zeros(1, 1, at, 1, dtype=arena.slabs[0].dtype, device=device),
-            past_key_values=arena,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
-    logits = output.logits[0]
-    if isinstance(keep, torch.Tensor) and len(logits) != len(keep):
-        logits = logits[keep]  # the model knows no `logits_to_keep` and gives them all
-    done = 0
-    for index, first, count in spans:
-        yield ExtensionLogits(index, first, logits[done : done + count])
-        done += count
 
 
 def _feed(segment: Segment, tokens: int) -> Feed:
@@ -275,6 +344,7 @@ def _difference(model: Any, layout: KVLayout, tokens: int) -> float:
     whole = model(input_ids=torch.from_numpy(ids).to(device).unsqueeze(0), use_cache=False).logits[0].float()
     half = tokens // 2
     arena = Arena(layout, tokens + 2)
+    packed = PackedModel(model, arena)
     shared = Segment(0, half)
     long = Segment(half, tokens - half, (shared,))
     singles = [Segment(tokens + number, 1, (shared,), clean=True) for number in (0, 1)]
@@ -287,9 +357,10 @@ def _difference(model: Any, layout: KVLayout, tokens: int) -> float:
         ],
     ):
         ends = [extension.segment.end + len(extension.token_ids) for extension in step]
-        for number, first, logits in extend(model, arena, step):
-            start = ends[number] - step[number].wanted + first
-            got.append(logits.float())
-            want.append(whole[start : start + len(logits)])
+        for forward in packed.extend(step):
+            for number, first, logits in forward:
+                start = ends[number] - step[number].wanted + first
+                got.append(logits.float())
+                want.append(whole[start : start + len(logits)])
     expected = torch.cat(want)
     return float((torch.cat(got) - expected).norm() / expected.norm().clamp_min(1e-6))

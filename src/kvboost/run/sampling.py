@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers.generation.stopping_criteria import (
 
 from kvboost.run.decode import Decoded, finish_reason
 from kvboost.run.options import GenerationOptions
+from kvboost.run.packed_step import ForwardLogits
 
 # How generate would run, and what it would return: a sequence has its own cache, and takes only tokens.
 _NOT_FOR_BATCHES: dict[str, Any] = {
@@ -59,23 +61,31 @@ class SequenceSampler:
         self.first_token_at = 0.0
         self.finished_at: float | None = None
         self._prompt_tokens = len(token_ids)
+        self._processors = LogitsProcessorList()
+        self._criteria = StoppingCriteriaList()
+        self._max_length = len(token_ids) + options.max_new_tokens
+        device = model.get_input_embeddings().weight.device
+        if options.is_plain_greedy:
+            self._ends = frozenset(options.end_tokens)
+        else:
+            self._take_from_generate(model, tokenizer, token_ids, index)
+        self._generator: torch.Generator | None = None
+        if options.seed is not None and options.config.do_sample:
+            self._generator = torch.Generator(device).manual_seed(options.seed)
+
+    def _take_from_generate(self, model: Any, tokenizer: Any, token_ids: np.ndarray, index: int) -> None:
+        """Take the processors and criteria that `model.generate` would use."""
         device = model.get_input_embeddings().weight.device
         with torch.inference_mode(False):  # it is written to outside of the caller's mode
-            size = len(token_ids) + options.max_new_tokens
-            self._ids = torch.empty(1, size, dtype=torch.long, device=device)
+            self._ids = torch.empty(1, self._max_length, dtype=torch.long, device=device)
         self._ids[0, : len(token_ids)] = torch.from_numpy(token_ids)
-        self._processors, criteria = _as_generate_would(model, tokenizer, self._so_far, options, index)
-        self._max_length = min(
-            (each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)),
-            default=self._ids.shape[1],
-        )
+        self._processors, criteria = _as_generate_would(model, tokenizer, self._so_far, self.options, index)
+        lengths = [each.max_length for each in criteria if isinstance(each, MaxLengthCriteria)]
+        self._max_length = min([self._max_length, *lengths])
         ends = [each.eos_token_id for each in criteria if type(each) is EosTokenCriteria]
         self._ends = frozenset(int(token) for each in ends for token in torch.as_tensor(each).flatten())
         known = (MaxLengthCriteria, EosTokenCriteria)
         self._criteria = StoppingCriteriaList([each for each in criteria if type(each) not in known])
-        self._generator: torch.Generator | None = None
-        if options.seed is not None:
-            self._generator = torch.Generator(device).manual_seed(options.seed)
 
     @property
     def _so_far(self) -> torch.Tensor:
@@ -87,29 +97,59 @@ class SequenceSampler:
         """Whether the next token is the one with the largest logit, whatever came before."""
         return not self._processors and not self.options.config.do_sample and not self._criteria
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """The next token from `logits` `[vocab]`."""
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token `[]` from `logits` `[vocab]`, where these are: nothing waits for the device."""
         if not self._processors and not self.options.config.do_sample:
-            return int(logits.argmax(-1))
+            return logits.argmax(-1)
         # A copy: processors may write into what they are given.
         scores = self._processors(self._so_far, logits.unsqueeze(0).to(torch.float32, copy=True))
         if not self.options.config.do_sample:
-            return int(scores.argmax(-1))
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            return torch.argmax(scores[0])
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0, 0]
 
     def append(self, token: int) -> None:
         """Take the next token, and note whether it was the last."""
-        self._ids[0, self._prompt_tokens + len(self.new_ids)] = token
+        if self._processors or self._criteria:  # nobody else looks at them
+            self._ids[0, self._prompt_tokens + len(self.new_ids)] = token
         self.new_ids.append(token)
         if len(self.new_ids) == 1:
             self.first_token_at = time.perf_counter()
-        ended = token in self._ends or self._so_far.shape[1] >= self._max_length
+        ended = token in self._ends or self._prompt_tokens + len(self.new_ids) >= self._max_length
         if ended or bool(self._criteria(self._so_far, None).all() if self._criteria else False):
             self.finished_at = time.perf_counter()
 
     def decoded(self) -> Decoded:
         """The answer so far, as generate gives it."""
         return Decoded(self.new_ids, self.first_token_at, finish_reason(self.new_ids, self.options))
+
+
+def choose_tokens(forward: ForwardLogits, samplers: Mapping[int, SequenceSampler]) -> dict[int, Exception]:
+    """Choose the next tokens of sequences by their rows of logits; returns why that failed, by row.
+
+    All of them come from the device at once.
+    """
+    failed: dict[int, Exception] = {}
+    if not samplers:
+        return failed
+    tokens = forward.largest_tokens
+    chosen: dict[int, torch.Tensor] = {}
+    for row, sampler in samplers.items():
+        if not sampler.is_plain_greedy:
+            try:
+                chosen[row] = sampler.choose(forward.logits[row])
+            except Exception as error:  # a processor of the request: the others go on
+                failed[row] = error
+    if chosen:
+        rows = torch.tensor(list(chosen), device=tokens.device)
+        tokens = tokens.index_copy(0, rows, torch.stack(list(chosen.values())))
+    found = tokens.tolist()
+    for row, sampler in samplers.items():
+        if row not in failed:
+            try:
+                sampler.append(int(found[row]))
+            except Exception as error:  # a stopping criterion of the request
+                failed[row] = error
+    return failed
 
 
 def _as_generate_would(

@@ -15,7 +15,7 @@ from kvboost.kernels.partial import partial_attention
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import probe_layout
 from kvboost.run import decode, packed_step
-from kvboost.run.packed_step import Extension, Segment, SequenceKV, extend
+from kvboost.run.packed_step import Extension, PackedModel, Segment, SequenceKV
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
 TOLERANCE = 2e-4
@@ -29,8 +29,9 @@ def _alone(model: Any, ids: list[int]) -> torch.Tensor:
 def _run(model: Any, arena: Arena, extensions: list[Extension]) -> dict[int, torch.Tensor]:
     found: dict[int, list[torch.Tensor]] = {}
     with decode.running(model, fast=True):
-        for index, _first, logits in extend(model, arena, extensions):
-            found.setdefault(index, []).append(logits)
+        for forward in PackedModel(model, arena).extend(extensions):
+            for index, _first, logits in forward:
+                found.setdefault(index, []).append(logits)
     return {index: torch.cat(parts) for index, parts in found.items()}
 
 

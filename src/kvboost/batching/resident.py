@@ -1,0 +1,153 @@
+"""The engine's own batch on a GPU: one arena and one scheduler that stay from call to call.
+
+Captured steps hold pointers into an arena, so it must stay; and text that was read before lies in it already.
+One caller has it at a time; who finds it taken runs without it. Knows schedulers, and nothing of the calls
+that they serve.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvboost.batching.batch_memory import LANE_TOKENS, BatchMemory
+from kvboost.batching.scheduler import Scheduler
+from kvboost.kv.arena import Arena
+from kvboost.locks import fork_safe_lock
+from kvboost.models import GenerationResult
+from kvboost.parts.engine_parts import EngineParts
+from kvboost.requests.request import Request
+
+_TOKENS = 65_536  # of prompts and of long answers
+_SEQUENCES = 64
+_LANES_SHARE = 4  # lanes take at most this fraction of the slots
+_ROUND_SLOTS = 64
+
+
+class ResidentBatch:
+    """Lends the one scheduler; `most_slots` says how many slots its arena may have."""
+
+    def __init__(self, parts: EngineParts, most_slots: Any) -> None:
+        self._parts = parts
+        self._most_slots = most_slots
+        self._scheduler: Scheduler | None = None
+        self._is_lent = False
+        self._is_stale = False
+        self._lock = fork_safe_lock(around_data=True)
+
+    @property
+    def exists(self) -> bool:
+        """Whether this engine has one."""
+        return self._parts.layout.slabs[0].device.type == "cuda" and len(self._parts.layout.slabs) >= 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its arena and its graphs."""
+        scheduler = self._scheduler
+        return scheduler.nbytes if scheduler is not None else 0
+
+    def step_stats(self) -> dict[str, Any]:
+        """How its forwards ran, and what captured steps take; empty before the first."""
+        scheduler = self._scheduler
+        return scheduler.packed.stats() if scheduler is not None else {}
+
+    def take(self, *, restarts: bool) -> Scheduler | None:
+        """The scheduler, or None where there is none or somebody has it.
+
+        It `restarts` what runs when the model changes, or goes on with it outside its arena.
+        """
+        if not self.exists:
+            return None
+        with self._lock:
+            if self._is_lent:
+                return None
+            self._is_lent = True
+            scheduler = self._scheduler
+        try:
+            if scheduler is None:
+                scheduler = self._made()
+        except BaseException:
+            self._is_lent = False
+            raise
+        if scheduler is None:
+            self._is_lent = False
+            return None
+        self._scheduler = scheduler
+        scheduler.restarts = restarts
+        return scheduler
+
+    def _made(self) -> Scheduler | None:
+        layout = self._parts.layout
+        slots = min(int(self._most_slots(layout)), _TOKENS + _SEQUENCES * LANE_TOKENS)
+        sequences = min(_SEQUENCES, slots // _LANES_SHARE // LANE_TOKENS)
+        if not sequences:
+            return None
+        tokens = (slots - sequences * LANE_TOKENS) // _ROUND_SLOTS * _ROUND_SLOTS
+        try:
+            arena = Arena(layout, sequences * LANE_TOKENS + tokens + _ROUND_SLOTS)
+        except torch.OutOfMemoryError:
+            return None
+        memory = BatchMemory(arena, sequences, tokens, LANE_TOKENS)
+        return Scheduler(self._parts, memory, offline=True)
+
+    def give_back(self, scheduler: Scheduler) -> None:
+        """Let others have it; nobody waits now, so this is when steps are captured."""
+        try:
+            for sequence in scheduler.sequences:  # whoever took the answers stopped early
+                scheduler.leave(sequence)
+            scheduler.capture()
+        finally:
+            with self._lock:
+                if self._is_stale:
+                    self._scheduler, self._is_stale = None, False
+                self._is_lent = False
+
+    def drop(self) -> None:
+        """Forget all text in it, now or as soon as it is given back, and free its memory."""
+        with self._lock:
+            if self._is_lent:
+                self._is_stale = True
+            else:
+                self._scheduler = None
+
+
+class OneRequest:
+    """Hears of one request in a scheduler, and hands its tokens to the request's streamer."""
+
+    def __init__(self, request: Request) -> None:
+        self._streamer = request.options.call_options.get("streamer")
+        self.result: GenerationResult | None = None
+        self.error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    def token(self, token_id: int) -> None:
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token_id]))
+
+    def done(self, result: GenerationResult) -> None:
+        self.result = result
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def failed(self, error: Exception) -> None:
+        self.error = error
+
+
+def answer_one(scheduler: Scheduler, request: Request) -> GenerationResult:
+    """Run one request, for which the model was read, to its end, or to where it is cancelled."""
+    heard = OneRequest(request)
+    sequence = scheduler.join(request, heard, was_read=True)
+    scheduler.step(was_read=True)
+    while not heard.is_over:
+        if request.watch.cancelled.is_set() and sequence.has_spoken:
+            scheduler.leave(sequence)
+        else:
+            scheduler.step()
+    if heard.error is not None:
+        raise heard.error
+    assert heard.result is not None
+    return heard.result
