@@ -55,7 +55,7 @@ def check_spans(result: GenerationResult) -> None:
 def check_store(engine: KVBoost) -> None:
     """Books, chains and content index agree, and nobody holds anything."""
     engine.cache_manager.check_integrity()
-    pool = engine.cache_manager._store._pool
+    pool = engine.cache_manager._store
     debts: dict[str, set[str]] = {}
     indexed: dict[str, list[Any]] = {}
     for key, entry in pool.entries.items():
@@ -104,10 +104,10 @@ def check_exact_tree(engine: KVBoost, namespace: Namespace | None = None) -> int
         path = [leaf]
         while path[-1].parent is not None and not path[-1].parent.is_root:
             path.append(path[-1].parent)
-        ids = joined([store.entry(node.key).chunk.token_ids for node in reversed(path)])
+        ids = joined([store.entries[node.key].chunk.token_ids for node in reversed(path)])
         wanted = fresh_kv(engine.model, ids)
         for node in path:
-            chunk = store.entry(node.key).chunk
+            chunk = store.entries[node.key].chunk
             assert chunk.composite is None
             for pair, wanted_pair in zip(chunk.past_key_values, wanted, strict=True):
                 for part, full in zip(pair, wanted_pair, strict=True):

@@ -71,7 +71,7 @@ def test_threads_hammering_one_store(max_chunks: int | None, max_tokens: int | N
                 manager.pin(tokens, namespace)
                 manager.unpin(tokens, namespace)
                 manager.get("nothing")
-                manager.count_request(reused=0, total=1, reason="never stored")
+                manager.usage.count_request(reused=0, total=1, reason="never stored")
             stats = manager.stats()
             assert budget is None or stats["bytes"] <= budget
             assert max_chunks is None or stats["chunks"] <= max_chunks
@@ -80,7 +80,7 @@ def test_threads_hammering_one_store(max_chunks: int | None, max_tokens: int | N
 
     in_threads(THREADS, work)
     manager.check_integrity()
-    for entry in manager._store.entries().values():
+    for entry in manager._store.entries.values():
         assert entry.readers == 0
 
 

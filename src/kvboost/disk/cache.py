@@ -25,7 +25,7 @@ from kvboost.disk.readers import Readers
 from kvboost.disk.serde import RecordHeader
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
-from kvboost.store.entries import StoredChunk
+from kvboost.store.budget import StoredChunk
 from kvboost.store.manager import KVCacheManager
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from kvboost.disk.trust import open_regular
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.models import content_hash_from_tokens, token_bytes
-from kvboost.store.entries import StoredChunk
+from kvboost.store.budget import StoredChunk
 from kvboost.store.manager import KVCacheManager
 
 HEADER = "cache.json"
@@ -124,7 +124,7 @@ def load(
             report.loaded += 1
         else:
             report.no_room += 1
-    manager.count_corrupt(report.corrupt)
+    manager.usage.count_corrupt(report.corrupt)
     return report
 
 

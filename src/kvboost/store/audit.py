@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from kvboost.models import token_bytes
-from kvboost.store.budget import MemoryTier
+from kvboost.store.budget import MemoryTier, StoreEntry
 from kvboost.store.composites import Borrowers
 from kvboost.store.content_index import ContentIndex
-from kvboost.store.entries import StoreEntry
+from kvboost.store.disk_ledger import SavedKeys
 from kvboost.store.forest import Forest
 from kvboost.store.prefix_tree import TreeNode, below
-from kvboost.store.saved_keys import SavedKeys
 
 Entries = Mapping[str, StoreEntry]
 
