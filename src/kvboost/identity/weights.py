@@ -2,7 +2,8 @@
 
 A checksum reads every byte where it lies, and can be taken in slices. A probe looks at the same scattered
 values of every tensor each time, which is cheap enough for every request: whoever writes a whole tensor, by
-whatever way, changes some of them. Knows tensors, no model and no cache.
+whatever way, changes some of them. `KnownTensors` are those of a model as they were last read; when to take
+checksums is `model_state`'s business. Knows tensors, no cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+
+from kvboost.identity.structure import ModelStructure
 
 PROBED_VALUES = 32  # per tensor
 _GOLDEN = 0.6180339887498949
@@ -32,9 +35,7 @@ class Checksum:
     def advance(self, most_bytes: int) -> int:
         """Take in about `most_bytes` more; returns how many that were: 0 when it is through."""
         left = self._bytes.numel() - self._at
-        count = min(
-            max(4, most_bytes // 4 * 4), left
-        )  # in whole words but for the end: slices change nothing
+        count = min(max(4, most_bytes // 4 * 4), left)  # whole words but for the end: slices change nothing
         if count <= 0:
             return 0
         part = self._bytes[self._at : self._at + count]
@@ -209,8 +210,7 @@ def _can_be_probed(tensor: torch.Tensor) -> bool:
 class _GatheringProbe:
     """Words of tensors on an accelerator, gathered by torch's own operators."""
 
-    def __init__(self, device: torch.device, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._device = device
+    def __init__(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._numbers = [number for number, _ in tensors]
         self._tensors = [tensor for _, tensor in tensors]
         self._seen: list[bytes] = []
@@ -247,4 +247,68 @@ def _device_probe(device: torch.device, tensors: Sequence[tuple[int, torch.Tenso
 
         if cuda_probe.is_available():
             return cuda_probe.CudaProbe(device, tensors, offsets_of)
-    return _GatheringProbe(device, tensors)
+    return _GatheringProbe(tensors)
+
+
+# --- as they were last read ----------------------------------------------------------------------
+
+
+class KnownTensors:
+    """A model's tensors as they were at the last reading, each once.
+
+    Holds names, version counters, addresses, checksums and a probe of the values.
+    """
+
+    def __init__(self, structure: ModelStructure, present: list[torch.Tensor | None]) -> None:
+        self.ids = list(map(id, present))
+        picks: dict[int, int] = {}
+        for number, tensor in enumerate(present):
+            if tensor is not None and number not in structure.skipped:
+                picks.setdefault(id(tensor), number)
+        self._picks = list(picks.values())
+        self.numbers = {key: number for number, key in enumerate(picks)}  # by id
+        tensors = self.tensors(present)
+        self.names = [structure.tensor_names[number] for number in self._picks]
+        self.versions, self.places = versions_of(tensors), places_of(tensors)
+        self.kinds = [f"{tensor.dtype}|{tuple(tensor.shape)}|{tensor.device.type}" for tensor in tensors]
+        self.probe = Probe(tensors)
+        self.probe.note()
+        self.checksums: list[bytes] = []
+        self.device_types = {"cpu", *(tensor.device.type for tensor in tensors if not tensor.is_meta)}
+        self.is_elsewhere = any(tensor.is_meta for tensor in tensors)  # their values are not known
+        self.nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+
+    def tensors(self, present: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Those of `present` that are looked at; it must hold the same tensors as at the last reading."""
+        return [present[number] for number in self._picks]  # type: ignore[misc]  # None is never picked
+
+    def is_same(self, present: list[torch.Tensor | None]) -> bool:
+        """Whether no tensor was replaced, moved, or written to in a way that torch counts."""
+        if list(map(id, present)) != self.ids:
+            return False
+        tensors = self.tensors(present)
+        return versions_of(tensors) == self.versions and places_of(tensors) == self.places
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The version counters that torch moves with each write it sees."""
+    try:
+        return [each._version for each in tensors]
+    except RuntimeError:  # inference tensors have none
+        return [0 if each.is_inference() else each._version for each in tensors]
+
+
+def places_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Where their memory begins."""
+    try:
+        return [each.data_ptr() for each in tensors]
+    except RuntimeError:
+        return [place_of(each) for each in tensors]
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins; 0 if it has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
