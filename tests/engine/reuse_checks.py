@@ -99,7 +99,7 @@ def fresh_kv(model: Any, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.T
 def check_exact_tree(engine: KVBoost, namespace: Namespace | None = None) -> int:
     """Every chunk of the exact tree holds what a full prefill of its path gives; returns their number."""
     store = engine.cache_manager._store
-    nodes = store.nodes((namespace or engine.namespace()).key)
+    nodes = store.forest.nodes((namespace or engine.namespace()).key)
     for leaf in (node for node in nodes if not node.children):
         path = [leaf]
         while path[-1].parent is not None and not path[-1].parent.is_root:

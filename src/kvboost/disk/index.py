@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from kvboost.disk.owner import Owner
+from kvboost.disk.folder import Owner
 from kvboost.disk.trust import open_private
 from kvboost.locks import fork_safe_rlock
 

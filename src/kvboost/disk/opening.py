@@ -23,13 +23,13 @@ from kvboost.disk.folder import (
     SLOTS,
     SQLITE_FILES,
     FolderDescription,
+    Owner,
     alone,
     can_be_written,
     check_contents,
     read_description,
 )
 from kvboost.disk.index import DiskIndex
-from kvboost.disk.owner import Owner
 from kvboost.disk.records import rows_in
 from kvboost.disk.slot_file import SlotFile
 from kvboost.disk.trust import ADVICE, open_private

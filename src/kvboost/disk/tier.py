@@ -1,6 +1,6 @@
 """Chunks on disk: a folder with a slot file and an index, which never serves a wrong tensor.
 
-A chunk is written to a free slot first (`slot_writer`) and then entered in the index. It is read back with
+A chunk is written to a free slot first (`records`) and then entered in the index. It is read back with
 its header, compared with the index, and its checksum covers key, description, tokens and payload. Whatever
 goes wrong is a miss with a counted reason. Several processes may use one folder, and any of them may die at
 any moment. Knows chunks and files, no model; what an open folder is made of, `opening` knows.
@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 from kvboost.disk import serde
-from kvboost.disk.check import CheckReport, Progress, check_records
 from kvboost.disk.chunk_tier import CORRUPT, GONE, OTHER_FORM, ChunkTier
-from kvboost.disk.entries import DiskEntries
 from kvboost.disk.folder import (
     DESCRIPTION,
     INDEX,
@@ -32,12 +30,18 @@ from kvboost.disk.folder import (
     read_description,
     remove_leftovers,
 )
-from kvboost.disk.growth import NO_ROOM, Growth, give_back
 from kvboost.disk.opening import OpenFolder, open_folder
-from kvboost.disk.records import DiskEntry, payload_of
-from kvboost.disk.room import Room, note_use
+from kvboost.disk.records import (
+    CheckReport,
+    DiskEntries,
+    DiskEntry,
+    Progress,
+    check_records,
+    payload_of,
+    write_claimed,
+)
+from kvboost.disk.room import NO_ROOM, Growth, Room, give_back, note_use
 from kvboost.disk.serde import Record, RecordHeader
-from kvboost.disk.slot_writer import write_claimed
 from kvboost.disk.trust import real_folder
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec

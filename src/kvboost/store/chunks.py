@@ -55,11 +55,6 @@ class ChunkStore:
 
     # --- finding ------------------------------------------------------------------------------
 
-    def nodes(self, namespace_key: str) -> list[TreeNode]:
-        """The nodes of a namespace's tree, each after its parent."""
-        root = self.forest.get(namespace_key)
-        return prefix_tree.below(root) if root is not None else []
-
     def chunks_of(self, nodes: Sequence[TreeNode]) -> tuple[list[KeptChunk], str]:
         """The chunks of `nodes`, in order, up to one whose KV is lost; and why that one is."""
         chunks = [self._entries[node.key].chunk for node in nodes]

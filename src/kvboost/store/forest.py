@@ -88,9 +88,9 @@ class Forest:
         self._namespaces[namespace.key] = namespace
         return self._roots[namespace.key]
 
-    def get(self, key: str) -> TreeNode | None:
-        """The root of the namespace with this key, or None."""
-        return self._roots.get(key)
+    def nodes(self, key: str) -> list[TreeNode]:
+        """The nodes of a namespace's tree, each after its parent."""
+        return prefix_tree.below(self._roots[key]) if key in self._roots else []
 
     def walk(self, tokens: bytes, namespace: Namespace) -> Walk | None:
         """How far the text `tokens` is known; None where nothing of the namespace is."""

@@ -164,11 +164,11 @@ def test_a_chain_goes_with_its_donors(make_engine: MakeEngine) -> None:
     chat.turn()
     root = engine.namespace().approximate().key
     store = engine.cache_manager._store
-    assert store.nodes(root)
+    assert store.forest.nodes(root)
     for number in range(40):
         engine.warm(random_ids(60, seed=600 + number))
         check_store(engine)
-    assert not store.nodes(root)
+    assert not store.forest.nodes(root)
     assert not store._borrowers.by_donor()
     again = chat.turn()
     assert chain_tokens(again) == 0

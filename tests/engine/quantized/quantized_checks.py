@@ -49,7 +49,7 @@ def token_errors(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def tree_errors(engine: KVBoost, namespace: Namespace | None = None) -> list[tuple[float, float]]:
     """Per layer, the largest error of stored keys and values against a full prefill of their text."""
     store = engine.cache_manager._store
-    nodes = store.nodes((namespace or engine.namespace()).key)
+    nodes = store.forest.nodes((namespace or engine.namespace()).key)
     worst = [(0.0, 0.0)] * len(engine.layout.layers)
     for leaf in (node for node in nodes if not node.children):
         path = [leaf]
