@@ -20,7 +20,8 @@ from typing import Any
 from kvboost.environment import cache_folder
 from kvboost.errors import CacheFileError, InvalidRequestError
 from kvboost.proof.documents import groups_of, make_cases
-from kvboost.proof.quality import Measured, ReusesText, ReuseTrial
+from kvboost.proof.fresh_engine import ReusesText
+from kvboost.proof.quality import Measured, ReuseTrial
 
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 DEFAULT_PROMPTS = 12

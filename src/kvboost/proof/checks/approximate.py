@@ -14,12 +14,21 @@ import torch
 from kvboost.compat import SUPPORTED_ARCHITECTURES, architecture_of
 from kvboost.kv import rope
 from kvboost.kv.arena import Arena
-from kvboost.proof.checks.bounds import max_kl, relative_error, tolerance
-from kvboost.proof.checks.check import APPROXIMATE, EXACT, QUANTIZED, Check
-from kvboost.proof.checks.stock import PLAIN, PROBE_TOKENS, Stock, some_text
-from kvboost.proof.fresh_engine import fresh_engine
+from kvboost.proof.checks.check import (
+    APPROXIMATE,
+    EXACT,
+    PLAIN,
+    PROBE_TOKENS,
+    QUANTIZED,
+    Check,
+    Stock,
+    max_kl,
+    relative_error,
+    some_text,
+    tolerance,
+)
+from kvboost.proof.fresh_engine import Verifiable, fresh_engine
 from kvboost.proof.quality import ReuseTrial
-from kvboost.proof.verifiable import Verifiable
 from kvboost.run import decode
 from kvboost.run.sparse_forward import sparse_forward
 

@@ -26,7 +26,7 @@ from kvboost.proof.checks.exact import (
     check_prefill,
     check_stored,
 )
-from kvboost.proof.verifiable import Verifiable
+from kvboost.proof.fresh_engine import Verifiable
 
 # Name, the parts it stands on, and the check.
 _PLAN: tuple[tuple[str, tuple[str, ...], Callable[[Verifiable, Any], list[Check]]], ...] = (
