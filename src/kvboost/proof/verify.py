@@ -18,7 +18,9 @@ from transformers import LogitsProcessorList
 from kvboost import html_view
 from kvboost.choices import GenerationMode, Origin
 from kvboost.errors import InvalidRequestError
-from kvboost.proof.checks.check import (
+from kvboost.proof.checks import run_checks
+from kvboost.proof.fresh_engine import Verifiable
+from kvboost.proof.measures import (
     APPROXIMATE,
     EXACT,
     QUANTIZED,
@@ -28,8 +30,6 @@ from kvboost.proof.checks.check import (
     max_kl,
     some_text,
 )
-from kvboost.proof.checks.plan import run_checks
-from kvboost.proof.fresh_engine import Verifiable
 from kvboost.requests.prompts import Prompt
 
 _SYNTHETIC_TOKENS = 400
