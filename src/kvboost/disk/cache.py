@@ -22,7 +22,6 @@ from typing import Any
 
 from kvboost.disk import serde
 from kvboost.disk.chunk_tier import GONE, OTHER_FORM, ChunkTier
-from kvboost.disk.serde import RecordHeader
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.locks import fork_safe_lock
@@ -147,7 +146,7 @@ class DiskCache:
             while chunks := self._manager.on_disk.take_unsaved(_BATCH, self._family):
                 written: Sequence[bool] = [False] * len(chunks)
                 try:
-                    written = self.tier.write_records([_record(stored) for stored in chunks])
+                    written = self.tier.write_records([_to_record(stored) for stored in chunks])
                 finally:
                     self._manager.on_disk.mark_saved(chunks, written)
                     self._manager.on_disk.lost(self.tier.take_evicted(), GONE)
@@ -158,16 +157,12 @@ class DiskCache:
 
     def _adopt(self) -> None:
         """Tell the store what is on disk."""
-        headers = {
-            header.key: header for header in self.tier.headers() if header.codec.keeps_form_of(self._codec)
-        }
+        found = [header for header in self.tier.headers() if header.codec.keeps_form_of(self._codec)]
+        unknown = self._manager.on_disk.note_saved(header.key for header in found)
         new = [
-            StoredChunk(
-                headers[key].meta["namespace"],
-                headers[key].meta["content"],
-                _cold(headers[key], self._codec),
-            )
-            for key in self._manager.on_disk.note_saved(headers)
+            StoredChunk(header.meta["namespace"], header.meta["content"], header.chunk((), self._codec))
+            for header in found
+            if header.key in unknown
         ]
         self._manager.on_disk.adopt(new, self._family)
 
@@ -247,16 +242,9 @@ class DiskCache:
             self.tier.close()
 
 
-def _record(stored: StoredChunk) -> serde.Record:
-    return serde.to_record(
-        stored.chunk, namespace=stored.namespace_key, content=stored.content_key, with_text=False
-    )
-
-
-def _cold(header: RecordHeader, codec: KVCodec) -> KeptChunk:
-    chunk = header.chunk((), codec)
-    chunk.kv = StoredKV(codec, (), len(chunk.token_ids))
-    return chunk
+def _to_record(stored: StoredChunk) -> serde.Record:
+    names = {"namespace": stored.namespace_key, "content": stored.content_key}
+    return serde.to_record(stored.chunk, **names, with_text=False)
 
 
 class Readers:

@@ -185,10 +185,10 @@ class Growth:
         with index.transaction():
             there = index.num_slots()  # nobody else grows, but it may have been cleared
             try:
-                slots.extend(there + step)
+                slots.allocate(there + step, is_shared=True)
             except CacheFileError:
                 step = min(step, missing)  # a smaller step may fit
-                slots.extend(there + step)
+                slots.allocate(there + step, is_shared=True)
             index.set_slots(there + step)
         self.why_no_room = NO_ROOM
 

@@ -30,7 +30,7 @@ from kvboost.disk.folder import (
     read_description,
     remove_leftovers,
 )
-from kvboost.disk.opening import OpenFolder, open_folder
+from kvboost.disk.opening import open_folder
 from kvboost.disk.records import (
     CheckReport,
     DiskEntries,
@@ -97,7 +97,7 @@ class DiskTier(ChunkTier):
         self._room = room
         self._growth = Growth(self.folder, max_chunks, room) if grows else None
         self._description = FolderDescription(self.folder, slot_bytes, max_chunks, label)
-        self._files = self._open()
+        self._open()
         if self.is_read_only:
             _log.info("%s cannot be written to: what it holds is read, and nothing is saved", self.folder)
         self._note_use()
@@ -125,14 +125,13 @@ class DiskTier(ChunkTier):
     @property
     def is_read_only(self) -> bool:
         """Whether this process may not write to the folder: then it serves reads, and nothing is changed."""
-        return self._files.is_read_only
+        return self._index.is_read_only
 
     # --- opening -----------------------------------------------------------------------------
 
-    def _open(self) -> OpenFolder:
-        files = open_folder(self.folder, self._description, grows=self._growth is not None)
-        self._index, self._slots = files.index, files.slots
-        return files
+    def _open(self) -> None:
+        opened = open_folder(self.folder, self._description, grows=self._growth is not None)
+        self._index, self._slots, self._files = opened
 
     def _load(self) -> None:
         """Take over what the index says; damaged entries are dropped."""
@@ -167,7 +166,7 @@ class DiskTier(ChunkTier):
             try:
                 if self._index.was_replaced() or self._slots.was_replaced():
                     self._files.close()
-                    self._files = self._open()
+                    self._open()
                 elif not self._index.has_changed():
                     return False
             except _FAILURES as error:

@@ -45,15 +45,10 @@ class ModelStructure:
         )
         self._root = weakref.ref(model)
         # A module compiled by torch may lack a field: it passes on that of the module inside.
-        self.flagged = [
-            (name, each) for name, each in zip(self.names, self.dicts, strict=True) if "training" in each
-        ]
+        every = list(zip(self.names, self.dicts, strict=True))
+        self.flagged = [(name, each) for name, each in every if "training" in each]
         self.flags = [each for _, each in self.flagged]
-        self.hooked = [
-            (name, each)
-            for name, each in zip(self.names, self.dicts, strict=True)
-            if "_forward_hooks" in each
-        ]
+        self.hooked = [(name, each) for name, each in every if "_forward_hooks" in each]
         self.hooks = [each for _, each in self.hooked]
         self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
         self._empty = [

@@ -39,7 +39,7 @@ class Checksum:
         if count <= 0:
             return 0
         part = self._bytes[self._at : self._at + count]
-        if _is_on_cpu(part):
+        if part.device.type == "cpu":
             self._hash.update(part.numpy().data)
         else:
             self._sum = (self._sum + _device_sum(part, self._at)) % (1 << 64)
@@ -48,13 +48,9 @@ class Checksum:
 
     def digest(self) -> bytes:
         """The checksum of what was taken in."""
-        if _is_on_cpu(self._bytes):
+        if self._bytes.device.type == "cpu":
             return bytes(self._hash.digest())
         return self._sum.to_bytes(8, "little")
-
-
-def _is_on_cpu(part: torch.Tensor) -> bool:
-    return part.device.type == "cpu"
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
@@ -95,18 +91,17 @@ class Probe:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._groups: dict[np.dtype[Any], _Views] = {}
+        groups: dict[np.dtype[Any], list[tuple[int, np.ndarray, np.ndarray]]] = {}
         devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for number, tensor in enumerate(tensors):
             if not _can_be_probed(tensor):
                 continue
             if tensor.device.type == "cpu":
                 words = _memory_of(tensor.detach())
-                self._groups.setdefault(words.dtype, _Views()).add(number, words, offsets_of(tensor))
+                groups.setdefault(words.dtype, []).append((number, words, offsets_of(tensor)))
             else:
                 devices.setdefault(tensor.device, []).append((number, tensor.detach()))
-        for views in self._groups.values():
-            views.make_room()
+        self._views = [_Views(parts) for parts in groups.values()]
         self._devices = [_device_probe(device, of) for device, of in devices.items()]
 
     @property
@@ -116,31 +111,26 @@ class Probe:
 
     def note(self) -> None:
         """Remember what is there now."""
-        for each in (*self._groups.values(), *self._devices):
+        for each in (*self._views, *self._devices):
             each.note()
 
     def differs(self) -> bool:
         """Whether anything is not as it was when it was noted."""
-        return any(each.differs() for each in (*self._devices, *self._groups.values()))
+        return any(each.differs() for each in (*self._devices, *self._views))
 
     def changed(self) -> set[int]:
         """The numbers of the tensors that are not as they were."""
-        return set().union(*(each.changed() for each in (*self._groups.values(), *self._devices)))
+        return set().union(*(each.changed() for each in (*self._views, *self._devices)))
 
 
 class _Views:
     """Values of tensors on the CPU that have one size."""
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, np.ndarray, np.ndarray]] = []  # number, memory, places
-        self._found = np.zeros(0)
+    def __init__(self, parts: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
+        """`parts` are the number of a tensor, its memory, and the places in it."""
+        self._parts = parts
+        self._found = np.empty(sum(len(places) for _, _, places in parts), parts[0][1].dtype)
         self._seen = b""
-
-    def add(self, number: int, memory: np.ndarray, places: np.ndarray) -> None:
-        self._parts.append((number, memory, places))
-
-    def make_room(self) -> None:
-        self._found = np.empty(sum(len(places) for _, _, places in self._parts), self._parts[0][1].dtype)
 
     def _read(self) -> bytes:
         at, found = 0, self._found

@@ -1,19 +1,22 @@
-"""What is kept in RAM: the chunks, how much they take and may take, which of them must stay, who goes next.
+"""The store's books: chunks as they are kept, how much they take and may, which must stay, who goes next.
 
 Eviction is by frequency, then age: the entry used least goes first, among equals the one used
 longest ago. Uses count from the level that eviction has reached, and that rises by one whenever all
 that was new at the level before is gone: a use outlasts `_TURNOVERS_PER_USE` such rounds, so an entry
 that was popular long ago does not stay for ever. A reader or a pin shields a chunk and all chunks before it
-from eviction. Works under the lock of the chunk store. Knows no namespaces and no disk.
+from eviction. A composite chunk borrows KV from donors, and goes when one of them goes, unless a longer chunk
+takes the donor's place. Works under the lock of the chunk store. Knows no namespaces and no disk.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from kvboost.kv.codec import KeptChunk
+from kvboost.models import CompositeChunk
 from kvboost.store.prefix_tree import TreeNode
 
 _TURNOVERS_PER_USE = 8  # measured with `kvboost bench eviction`; see docs/log.md
@@ -80,21 +83,20 @@ class MemoryTier:
 
     def fits(self, size_bytes: int, entries: int = 1) -> bool:
         """Whether that much more fits now, without evicting."""
-        if self.max_bytes is not None and self.used_bytes + size_bytes > self.max_bytes:
-            return False
-        return self.max_entries is None or self.used_entries + entries <= self.max_entries
+        return self._is_within(self.used_bytes + size_bytes, self.used_entries + entries)
 
     def could_fit(self, size_bytes: int, entries: int = 1) -> bool:
         """Whether it would fit if all that may go were evicted."""
-        if self.max_bytes is not None and self.kept_bytes + size_bytes > self.max_bytes:
-            return False
-        return self.max_entries is None or self.kept_entries + entries <= self.max_entries
+        return self._is_within(self.kept_bytes + size_bytes, self.kept_entries + entries)
 
     def could_ever_fit(self, size_bytes: int) -> bool:
         """Whether it would fit into an empty tier."""
+        return self._is_within(size_bytes, 1)
+
+    def _is_within(self, size_bytes: int, entries: int) -> bool:
         if self.max_bytes is not None and size_bytes > self.max_bytes:
             return False
-        return self.max_entries is None or self.max_entries >= 1
+        return self.max_entries is None or entries <= self.max_entries
 
     def charge(self, size_bytes: int, entries: int = 1) -> None:
         """Count bytes as used; they must fit."""
@@ -238,3 +240,61 @@ class Shields:
                 kept.add(node.key)
                 node = node.parent
         return len(kept)
+
+
+class Borrowers:
+    """The composites by donor. A donor may be a key whose chunk is still being made."""
+
+    def __init__(self) -> None:
+        self._by_donor: dict[str, dict[str, KeptChunk]] = {}
+
+    def add(self, chunk: KeptChunk) -> None:
+        """Note what a chunk borrows, if anything."""
+        for donor in donors_of([chunk]):
+            self._by_donor.setdefault(donor, {})[chunk.chunk_id] = chunk
+
+    def discard(self, chunk: KeptChunk) -> None:
+        """Forget a composite that goes."""
+        for donor in donors_of([chunk]):
+            borrowers = self._by_donor.get(donor, {})
+            borrowers.pop(chunk.chunk_id, None)
+            if not borrowers:
+                self._by_donor.pop(donor, None)
+
+    def keys_of(self, donor: str) -> list[str]:
+        """The composites that borrow from `donor`."""
+        return list(self._by_donor.get(donor, ()))
+
+    def redirect(self, donor: str, successor: str) -> None:
+        """Let all that borrow from `donor` borrow from `successor`, which begins with the same tokens."""
+        for key, chunk in self._by_donor.pop(donor, {}).items():
+            assert chunk.composite is not None
+            borrows = tuple(
+                dataclasses.replace(borrow, donor=successor) if borrow.donor == donor else borrow
+                for borrow in chunk.composite.borrows
+            )
+            chunk.composite = dataclasses.replace(chunk.composite, borrows=borrows)
+            self._by_donor.setdefault(successor, {})[key] = chunk
+
+    def by_donor(self) -> Mapping[str, Set[str]]:
+        """The keys of all composites by donor."""
+        return {donor: set(borrowers) for donor, borrowers in self._by_donor.items()}
+
+
+def donors_of(chunks: Iterable[KeptChunk]) -> set[str]:
+    """The chunks that `chunks` borrow from."""
+    return {
+        borrow.donor for chunk in chunks if chunk.composite is not None for borrow in chunk.composite.borrows
+    }
+
+
+def part_behind(composite: CompositeChunk, start: int) -> CompositeChunk:
+    """The part of a composite from position `start` on."""
+    borrows = tuple(
+        dataclasses.replace(
+            borrow, start=max(borrow.start, start), offset=borrow.offset + max(0, start - borrow.start)
+        )
+        for borrow in composite.borrows
+        if borrow.end > start
+    )
+    return CompositeChunk(borrows, composite.own_positions[composite.own_positions >= start])

@@ -16,8 +16,7 @@ from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.locks import fork_safe_rlock
 from kvboost.models import chained_hash_from_bytes, token_bytes
 from kvboost.store import audit, prefix_tree
-from kvboost.store.budget import MemoryTier, Shields, StoredChunk, StoreEntry
-from kvboost.store.composites import Borrowers
+from kvboost.store.budget import Borrowers, MemoryTier, Shields, StoredChunk, StoreEntry
 from kvboost.store.disk_ledger import SavedKeys
 from kvboost.store.forest import Forest
 from kvboost.store.prefix_tree import TreeNode, Walk

@@ -18,8 +18,8 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.kv.layout import Packed
 from kvboost.models import CachedChunk, CompositeChunk, TokenIds, token_bytes
-from kvboost.store import composites, matching, prefix_tree
-from kvboost.store.budget import MemoryTier, StoredChunk
+from kvboost.store import matching, prefix_tree
+from kvboost.store.budget import MemoryTier, StoredChunk, donors_of, part_behind
 from kvboost.store.chunks import ChunkStore, Room
 from kvboost.store.disk_ledger import DiskLedger
 from kvboost.store.forest import ROOT
@@ -214,9 +214,9 @@ class KVCacheManager:
         with self._store.lock:
             walk = prefix_tree.walk(self._store.forest.root(namespace.approximate()), raw)
             node = walk.node
-            rest = composites.part_behind(composite, node.end)
+            rest = part_behind(composite, node.end)
             self._store.begin_storing(node)
-            donors = composites.donors_of(self._store.chunks_of(walk.path)[0])
+            donors = donors_of(self._store.chunks_of(walk.path)[0])
             donors |= {borrow.donor for borrow in rest.borrows}
             of = sources or {}
             held = [each for key in donors if (each := self._store.hold(key, of.get(key))) is not None]

@@ -14,9 +14,8 @@ import numpy as np
 
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.codec import KeptChunk, StoredKV
-from kvboost.store.budget import StoreEntry
+from kvboost.store.budget import StoreEntry, donors_of
 from kvboost.store.chunks import ChunkStore
-from kvboost.store.composites import donors_of
 from kvboost.store.forest import divergence_of
 from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode, Walk
 
