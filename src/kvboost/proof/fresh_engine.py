@@ -5,7 +5,7 @@ Knows no engine itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvboost.choices import GenerationMode
@@ -18,12 +18,6 @@ from kvboost.reuse.assembler import PromptAssembler
 from kvboost.settings import EngineSettings
 
 
-class MakesEngines(Protocol):
-    """What stands behind an engine, as far as another is made like it."""
-
-    engine_class: Callable[..., Any]
-
-
 class HasSettings(Protocol):
     """An engine, as far as another is made like it."""
 
@@ -32,8 +26,8 @@ class HasSettings(Protocol):
     settings: EngineSettings
 
     @property
-    def core(self) -> MakesEngines:
-        """What stands behind it."""
+    def core(self) -> Any:
+        """What stands behind it; its `engine_class` makes engines."""
 
 
 class ReusesText(Protocol):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from kvboost.models import token_bytes
-from kvboost.store.budget import Borrowers, MemoryTier, StoreEntry
+from kvboost.store.budget import Borrowers, MemoryTier, SavedKeys, StoreEntry
 from kvboost.store.content_index import ContentIndex
-from kvboost.store.disk_ledger import SavedKeys
 from kvboost.store.forest import Forest
 from kvboost.store.prefix_tree import TreeNode, below
 

@@ -1,19 +1,19 @@
-"""The store's books: chunks as they are kept, how much they take and may, which must stay, who goes next.
+"""The store's books: what is kept, how much it takes and may, what must stay, who goes next, what is on disk.
 
 Eviction is by frequency, then age: the entry used least goes first, among equals the one used
 longest ago. Uses count from the level that eviction has reached, and that rises by one whenever all
 that was new at the level before is gone: a use outlasts `_TURNOVERS_PER_USE` such rounds, so an entry
 that was popular long ago does not stay for ever. A reader or a pin shields a chunk and all chunks before it
 from eviction. A composite chunk borrows KV from donors, and goes when one of them goes, unless a longer chunk
-takes the donor's place. Works under the lock of the chunk store. Knows no namespaces and no disk.
+takes the donor's place. Works under the lock of the chunk store. Knows no namespaces and no files.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvboost.kv.codec import KeptChunk
 from kvboost.models import CompositeChunk
@@ -270,10 +270,10 @@ class Borrowers:
         for key, chunk in self._by_donor.pop(donor, {}).items():
             assert chunk.composite is not None
             borrows = tuple(
-                dataclasses.replace(borrow, donor=successor) if borrow.donor == donor else borrow
+                replace(borrow, donor=successor) if borrow.donor == donor else borrow
                 for borrow in chunk.composite.borrows
             )
-            chunk.composite = dataclasses.replace(chunk.composite, borrows=borrows)
+            chunk.composite = replace(chunk.composite, borrows=borrows)
             self._by_donor.setdefault(successor, {})[key] = chunk
 
     def by_donor(self) -> Mapping[str, Set[str]]:
@@ -291,10 +291,52 @@ def donors_of(chunks: Iterable[KeptChunk]) -> set[str]:
 def part_behind(composite: CompositeChunk, start: int) -> CompositeChunk:
     """The part of a composite from position `start` on."""
     borrows = tuple(
-        dataclasses.replace(
-            borrow, start=max(borrow.start, start), offset=borrow.offset + max(0, start - borrow.start)
-        )
+        replace(borrow, start=max(borrow.start, start), offset=borrow.offset + max(0, start - borrow.start))
         for borrow in composite.borrows
         if borrow.end > start
     )
     return CompositeChunk(borrows, composite.own_positions[composite.own_positions >= start])
+
+
+class SavedKeys:
+    """Keys of what is on disk, what is not yet, what was used, and what is of no use there any more."""
+
+    def __init__(self) -> None:
+        self.is_on = False  # whether there is a disk to save to
+        self.saved: set[str] = set()
+        self.unsaved: OrderedDict[str, None] = OrderedDict()  # in the order in which they came
+        self.used: dict[str, None] = {}  # of the saved ones, since somebody asked last
+        self.obsolete: list[str] = []  # saved ones that a longer chunk has replaced
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a chunk is on disk."""
+        return key in self.saved
+
+    def note_new(self, key: str) -> None:
+        """A chunk is to be saved, unless it is."""
+        if self.is_on and key not in self.saved:
+            self.unsaved[key] = None
+
+    def note_found(self, key: str) -> None:
+        """A chunk was found on disk: it need not be saved."""
+        self.saved.add(key)
+        self.unsaved.pop(key, None)
+
+    def note_used(self, key: str) -> None:
+        """A chunk was used."""
+        if key in self.saved:
+            self.used[key] = None
+
+    def note_back(self, key: str) -> None:
+        """The store has taken a replaced chunk in again."""
+        if key in self.obsolete:
+            self.obsolete.remove(key)
+            self.saved.add(key)
+
+    def forget(self, key: str, *, replaced: bool) -> None:
+        """The store has dropped a chunk; where a longer one has replaced it, the disk can drop it too."""
+        if replaced and key in self.saved:
+            self.obsolete.append(key)
+        self.saved.discard(key)
+        self.unsaved.pop(key, None)
+        self.used.pop(key, None)

@@ -16,8 +16,7 @@ from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.locks import fork_safe_rlock
 from kvboost.models import chained_hash_from_bytes, token_bytes
 from kvboost.store import audit, prefix_tree
-from kvboost.store.budget import Borrowers, MemoryTier, Shields, StoredChunk, StoreEntry
-from kvboost.store.disk_ledger import SavedKeys
+from kvboost.store.budget import Borrowers, MemoryTier, SavedKeys, Shields, StoredChunk, StoreEntry
 from kvboost.store.forest import Forest
 from kvboost.store.prefix_tree import TreeNode, Walk
 
@@ -169,8 +168,8 @@ class ChunkStore:
         if self._num_storing == 0:  # otherwise an empty root may be about to get a child
             self.forest.prune()
 
-    def reserve_or_reason(self, room: Room, replacing: TreeNode | None) -> Room | str:
-        """Charge room for a chunk that is about to be made, or say why there is none.
+    def reserve(self, room: Room, replacing: TreeNode | None) -> str:
+        """Charge room for a chunk that is about to be made; returns why there is none, "" where there is.
 
         The chunk `replacing`, which it begins with, goes for it, unless somebody needs that one.
         """
@@ -187,7 +186,7 @@ class ChunkStore:
         self.budget.charge(room.size_bytes)
         self.budget.keep(room.size_bytes)
         self._reserved.add(room.key)
-        return room
+        return ""
 
     def insert(self, room: Room, chunk: KeptChunk) -> TreeNode:
         """Put a chunk into its room; it takes over a reader that holds its parent."""

@@ -7,60 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvboost.kv.codec import StoredKV
 from kvboost.store.budget import StoredChunk
-
-if TYPE_CHECKING:
-    from kvboost.store.chunks import ChunkStore
-
-
-class SavedKeys:
-    """What is on disk, what is not yet, what was used, and what is of no use there any more.
-
-    Works under the lock of the chunk store. Knows keys only.
-    """
-
-    def __init__(self) -> None:
-        self.is_on = False  # whether there is a disk to save to
-        self.saved: set[str] = set()
-        self.unsaved: OrderedDict[str, None] = OrderedDict()  # in the order in which they came
-        self.used: dict[str, None] = {}  # of the saved ones, since somebody asked last
-        self.obsolete: list[str] = []  # saved ones that a longer chunk has replaced
-
-    def __contains__(self, key: str) -> bool:
-        """Whether a chunk is on disk."""
-        return key in self.saved
-
-    def note_new(self, key: str) -> None:
-        """A chunk is to be saved, unless it is."""
-        if self.is_on and key not in self.saved:
-            self.unsaved[key] = None
-
-    def note_found(self, key: str) -> None:
-        """A chunk was found on disk: it need not be saved."""
-        self.saved.add(key)
-        self.unsaved.pop(key, None)
-
-    def note_used(self, key: str) -> None:
-        """A chunk was used."""
-        if key in self.saved:
-            self.used[key] = None
-
-    def note_back(self, key: str) -> None:
-        """The store has taken a replaced chunk in again."""
-        if key in self.obsolete:
-            self.obsolete.remove(key)
-            self.saved.add(key)
-
-    def forget(self, key: str, *, replaced: bool) -> None:
-        """The store has dropped a chunk; where a longer one has replaced it, the disk can drop it too."""
-        if replaced and key in self.saved:
-            self.obsolete.append(key)
-        self.saved.discard(key)
-        self.unsaved.pop(key, None)
-        self.used.pop(key, None)
+from kvboost.store.chunks import ChunkStore
 
 
 class DiskLedger:

@@ -76,22 +76,16 @@ class ChunkInserter:
                     return None  # nothing can follow inside a longer chunk
                 self._store.shields.hand_on(parent, near)
                 return near
-            wanted = Room(key or chained_hash_from_bytes(span, parent.key), parent, span, size_bytes)
+            room = Room(key or chained_hash_from_bytes(span, parent.key), parent, span, size_bytes)
             is_start = near is not None and common * TOKEN_BYTES == len(near.tokens)
-            room = self._store.reserve_or_reason(wanted, near if replaces and is_start else None)
-        if isinstance(room, str):
-            self.refuse(report, room)
+            no_room = self._store.reserve(room, near if replaces and is_start else None)
+        if no_room:
+            self.refuse(report, no_room)
             return None
-        return self._fill(room, make, report)
-
-    def _fill(self, room: Room, make: MakeChunk, report: StoreReport) -> TreeNode | None:
-        """Make the chunk that room is reserved for, and put it there."""
         try:
             chunk = make(room)
-            if chunk.kv.nbytes != room.size_bytes:
-                raise AssertionError(
-                    f"room was made for {room.size_bytes} bytes, the chunk has {chunk.kv.nbytes}"
-                )
+            if chunk.kv.nbytes != size_bytes:
+                raise AssertionError(f"room was made for {size_bytes} bytes, the chunk has {chunk.kv.nbytes}")
         except BaseException as error:
             with self._store.lock:
                 self._store.cancel(room)
@@ -103,7 +97,7 @@ class ChunkInserter:
             node = self._store.insert(room, chunk)
         self._usage.count_stored()
         report.stored += 1
-        report.stored_bytes += room.size_bytes
+        report.stored_bytes += size_bytes
         report.stored_keys.append(room.key)
         return node
 
