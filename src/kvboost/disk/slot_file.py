@@ -44,7 +44,7 @@ class SlotFile:
     def allocate(self, num_slots: int, *, is_shared: bool = False) -> None:
         """Make the file exactly so long, with all its blocks set aside where the system can do that.
 
-        One that `is_shared` is left as it is where it is long already: others may be writing to it.
+        With `is_shared`, what is there is left as it is: others may be writing to it.
         """
         size, before = self.slot_bytes * num_slots, self.size_bytes
         start = before if is_shared else 0

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save_file as write_tensors
 
+from kvboost.disk.serde import buffer_of
 from kvboost.disk.trust import open_regular
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
@@ -219,7 +220,7 @@ def _checksum(chunk: KeptChunk) -> str:
     digest = xxhash.xxh3_128(f"{chunk.chunk_id}|{chunk.parent_hash}|{chunk.position_start}|".encode())
     digest.update(token_bytes(chunk.token_ids))
     for part in chunk.kv.tensors:
-        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(buffer_of(part.cpu()))
     return str(digest.hexdigest())
 
 
