@@ -70,7 +70,7 @@ def check_store(engine: KVBoost) -> None:
             taken = donor.chunk.token_ids[borrow.offset : borrow.offset + borrow.end - borrow.start]
             first = borrow.start - entry.node.start
             assert list(taken) == list(entry.chunk.token_ids[first : first + borrow.end - borrow.start])
-    assert debts == pool._borrowers.by_donor()
+    assert debts == pool.borrowers.by_donor()
     for key, nodes in indexed.items():
         (pool.forest.content(key) or ContentIndex()).check_integrity(nodes)
     assert pool.budget.max_bytes is None or pool.budget.used_bytes <= pool.budget.max_bytes

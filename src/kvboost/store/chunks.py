@@ -15,7 +15,7 @@ from typing import Any
 from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.locks import fork_safe_rlock
 from kvboost.models import chained_hash_from_bytes, token_bytes
-from kvboost.store import audit, prefix_tree
+from kvboost.store import prefix_tree
 from kvboost.store.budget import Borrowers, MemoryTier, SavedKeys, Shields, StoredChunk, StoreEntry
 from kvboost.store.forest import Forest
 from kvboost.store.prefix_tree import TreeNode, Walk
@@ -45,8 +45,8 @@ class ChunkStore:
         self._entries: dict[str, StoreEntry] = {}
         self.entries: Mapping[str, StoreEntry] = self._entries  # for all others to read
         self.shields = Shields(self._entries, budget)
-        self._borrowers = Borrowers()
-        self._reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
+        self.borrowers = Borrowers()
+        self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
         self._num_lost = 0  # chunks whose KV is lost and that somebody still reads
         self._num_storing = 0  # texts that are being stored
         self._num_evicted = 0
@@ -175,7 +175,7 @@ class ChunkStore:
         """
         if room.key in self._entries:
             return "hash collision"
-        if room.key in self._reserved:
+        if room.key in self.reserved:
             return "being stored"
         if replacing is not None and (replacing.children or self._entries[replacing.key].readers):
             replacing = None
@@ -185,12 +185,12 @@ class ChunkStore:
             room.replaced = self._drop(replacing, successor=room.key)
         self.budget.charge(room.size_bytes)
         self.budget.keep(room.size_bytes)
-        self._reserved.add(room.key)
+        self.reserved.add(room.key)
         return ""
 
     def insert(self, room: Room, chunk: KeptChunk) -> TreeNode:
         """Put a chunk into its room; it takes over a reader that holds its parent."""
-        self._reserved.discard(room.key)
+        self.reserved.discard(room.key)
         self.budget.keep(-room.size_bytes, -1)
         node = self._add(room.parent, room.span, chunk, room.size_bytes)
         self.forest.evicted.forget(room.key)
@@ -201,11 +201,11 @@ class ChunkStore:
 
     def cancel(self, room: Room) -> None:
         """Give back the room of a chunk that was not made; what it was to replace comes back."""
-        self._reserved.discard(room.key)
+        self.reserved.discard(room.key)
         self.budget.keep(-room.size_bytes, -1)
         self.budget.refund(room.size_bytes)
         if room.replaced is not None:
-            self._borrowers.redirect(room.key, room.replaced.key)
+            self.borrowers.redirect(room.key, room.replaced.key)
             self._put_back(room.parent, room.replaced)
         self._drop_borrowers(room.key)
 
@@ -215,7 +215,7 @@ class ChunkStore:
         A cold one comes back where the disk has not dropped it yet.
         """
         key = old.key
-        taken = key in self._entries or key in self._reserved
+        taken = key in self._entries or key in self.reserved
         can_stay = key in self.saved.obsolete if old.is_cold else self.budget.fits(old.size_bytes)
         if can_stay and not taken:
             if not old.is_cold:
@@ -228,7 +228,7 @@ class ChunkStore:
             self.shields.move_pins(self._entries[key].node, old.pins)
             return
         self.shields.move_pins(parent, old.pins)
-        if key not in self._reserved:
+        if key not in self.reserved:
             self._drop_borrowers(key)
 
     def insert_cold(self, parent: TreeNode, chunk: KeptChunk) -> bool:
@@ -236,7 +236,7 @@ class ChunkStore:
         span = token_bytes(chunk.token_ids)
         near, common = prefix_tree.best_child(parent, span)
         is_known = near is not None and common == chunk.length
-        if is_known or chunk.chunk_id in self._reserved:
+        if is_known or chunk.chunk_id in self.reserved:
             return False
         self._add(parent, span, chunk, 0)
         self.saved.note_found(chunk.chunk_id)
@@ -253,7 +253,7 @@ class ChunkStore:
         if chunk.composite is None:
             self.forest.index(node, root_key)
         else:
-            self._borrowers.add(chunk)
+            self.borrowers.add(chunk)
         if not entry.is_cold:
             self.shields.count_warm_child(node, 1)
             self.budget.touch(node.key, entry.uses)
@@ -350,7 +350,7 @@ class ChunkStore:
                 self._drop(each)
 
     def _drop_borrowers(self, donor: str) -> None:
-        for borrower in self._borrowers.keys_of(donor):
+        for borrower in self.borrowers.keys_of(donor):
             if borrower in self._entries:
                 self._drop_with_all_behind(self._entries[borrower].node)
 
@@ -361,12 +361,12 @@ class ChunkStore:
         """
         entry = self._entries[node.key]
         if successor is not None:
-            self._borrowers.redirect(node.key, successor)
+            self.borrowers.redirect(node.key, successor)
         self._drop_borrowers(node.key)
         if entry.chunk.composite is None:
             self.forest.unindex(node, entry.root_key)
         else:
-            self._borrowers.discard(entry.chunk)
+            self.borrowers.discard(entry.chunk)
         self.shields.lift(entry)
         if not entry.is_cold:
             self.shields.count_warm_child(node, -1)
@@ -385,7 +385,7 @@ class ChunkStore:
     def stats(self) -> dict[str, Any]:
         """Sizes at this moment."""
         return {
-            "chunks": self.budget.used_entries - len(self._reserved),
+            "chunks": self.budget.used_entries - len(self.reserved),
             "chunks_on_disk_only": sum(entry.is_cold for entry in self._entries.values()),
             "bytes": self.budget.used_bytes,
             "max_chunks": self.budget.max_entries,
@@ -393,7 +393,3 @@ class ChunkStore:
             "pinned_chunks": self.shields.num_pinned(),
             "evicted_chunks": self._num_evicted,
         }
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where tree, entries and budget disagree."""
-        audit.check(self._entries, self.forest, self.budget, self._borrowers, self.saved, self._reserved)

@@ -18,7 +18,7 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.kv.layout import Packed
 from kvboost.models import CachedChunk, CompositeChunk, TokenIds, token_bytes
-from kvboost.store import matching, prefix_tree
+from kvboost.store import audit, matching, prefix_tree
 from kvboost.store.budget import MemoryTier, StoredChunk, donors_of, part_behind
 from kvboost.store.chunks import ChunkStore, Room
 from kvboost.store.disk_ledger import DiskLedger
@@ -335,7 +335,7 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Raise AssertionError where tree, entries and budget disagree. For tests."""
         with self._store.lock:
-            self._store.check_integrity()
+            audit.check(self._store)
 
 
 def _where_to_store(walk: Walk, cuts: set[int]) -> TreeNode:

@@ -169,7 +169,7 @@ def test_a_chain_goes_with_its_donors(make_engine: MakeEngine) -> None:
         engine.warm(random_ids(60, seed=600 + number))
         check_store(engine)
     assert not store.forest.nodes(root)
-    assert not store._borrowers.by_donor()
+    assert not store.borrowers.by_donor()
     again = chat.turn()
     assert chain_tokens(again) == 0
     check_store(engine)

@@ -153,5 +153,5 @@ def test_clear_forgets_content_and_chains(make_engine: MakeEngine) -> None:
     assert engine.explain(prompt).cached_tokens == 0
     pool = engine.cache_manager._store
     assert not pool.forest.content_keys()
-    assert not pool._borrowers.by_donor()
+    assert not pool.borrowers.by_donor()
     check_store(engine)
