@@ -39,7 +39,7 @@ class Checksum:
         if count <= 0:
             return 0
         part = self._bytes[self._at : self._at + count]
-        if part.device.type == "cpu":
+        if _is_on_cpu(part):
             self._hash.update(part.numpy().data)
         else:
             self._sum = (self._sum + _device_sum(part, self._at)) % (1 << 64)
@@ -48,9 +48,13 @@ class Checksum:
 
     def digest(self) -> bytes:
         """The checksum of what was taken in."""
-        if self._bytes.device.type == "cpu":
+        if _is_on_cpu(self._bytes):
             return bytes(self._hash.digest())
         return self._sum.to_bytes(8, "little")
+
+
+def _is_on_cpu(part: torch.Tensor) -> bool:
+    return part.device.type == "cpu"
 
 
 def checksum(tensor: torch.Tensor) -> bytes:
