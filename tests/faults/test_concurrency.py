@@ -71,7 +71,7 @@ def test_threads_hammering_one_store(max_chunks: int | None, max_tokens: int | N
                 manager.pin(tokens, namespace)
                 manager.unpin(tokens, namespace)
                 manager.get("nothing")
-                manager.usage.count_request(reused=0, total=1, reason="never stored")
+                manager.count_request(reused=0, total=1, reason="never stored")
             stats = manager.stats()
             assert budget is None or stats["bytes"] <= budget
             assert max_chunks is None or stats["chunks"] <= max_chunks

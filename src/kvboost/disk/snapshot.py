@@ -125,7 +125,7 @@ def load(
             report.loaded += 1
         else:
             report.no_room += 1
-    manager.usage.count_corrupt(report.corrupt)
+    manager.count_corrupt(report.corrupt)
     return report
 
 

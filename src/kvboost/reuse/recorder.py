@@ -118,7 +118,7 @@ class Recorder:
         prefill_seconds: float | None = None,
     ) -> None:
         """Count a request that reused `reused` tokens by its `plan`, or none for a `reason`."""
-        self._manager.usage.count_request(
+        self._manager.count_request(
             reused=reused,
             total=len(request.prompt),
             reason=plan.reason if plan is not None else reason,

@@ -50,8 +50,10 @@ class KVCacheManager:
         self.load: Callable[[Sequence[KeptChunk]], Mapping[str, StoredKV]] | None = None  # from disk
         self._store = ChunkStore(self.budget_type(max_chunks, max_cache_bytes))
         self.on_disk = DiskLedger(self._store)
-        self.usage = Usage(self._store.lock)
-        self._inserter = ChunkInserter(self._store, self.usage)
+        self._usage = Usage(self._store.lock)
+        self._inserter = ChunkInserter(self._store, self._usage)
+        self.count_request = self._usage.count_request  # whoever runs requests and loads chunks tells it
+        self.count_corrupt = self._usage.count_corrupt
 
     # --- finding -----------------------------------------------------------------------------
 
@@ -330,7 +332,7 @@ class KVCacheManager:
     def stats(self) -> dict[str, Any]:
         """Counters and sizes at this moment."""
         with self._store.lock:
-            return {**self._store.stats(), **self.usage.stats()}
+            return {**self._store.stats(), **self._usage.stats()}
 
     def check_integrity(self) -> None:
         """Raise AssertionError where tree, entries and budget disagree. For tests."""

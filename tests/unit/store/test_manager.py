@@ -808,9 +808,9 @@ def test_the_number_of_empty_roots_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 def test_requests_are_booked() -> None:
     manager = manager_of(max_chunks=9, max_tokens=99)
     store(manager, range(8))
-    manager.usage.count_request(reused=6, total=10, reason="diverged at token 6: expected 6, got 77")
-    manager.usage.count_request(reused=0, total=5, reason="never stored")
-    manager.usage.count_request(reused=4, total=5, reason="computed: generation needs it")
+    manager.count_request(reused=6, total=10, reason="diverged at token 6: expected 6, got 77")
+    manager.count_request(reused=0, total=5, reason="never stored")
+    manager.count_request(reused=4, total=5, reason="computed: generation needs it")
     stats = manager.stats()
     assert (stats["requests"], stats["prompt_tokens"], stats["tokens_saved"]) == (3, 20, 10)
     assert stats["hits"]["exact"] == 2
