@@ -39,7 +39,7 @@ def test_one_parent_has_all_the_others() -> None:
     random = np.random.default_rng(0)
     store = lookup._filled(SMALL, lookup.SHAPES[1], 60, random.integers(0, 1000, 120), random)
     store.manager.check_integrity()
-    (root,) = store.manager._store._pool.forest.roots()
+    (root,) = store.manager._store.forest.roots()
     assert len(root.children) == 1
     assert len(root.children[0].children) == 60 - 8 + 1
 

@@ -55,7 +55,7 @@ def check_spans(result: GenerationResult) -> None:
 def check_store(engine: KVBoost) -> None:
     """Books, chains and content index agree, and nobody holds anything."""
     engine.cache_manager.check_integrity()
-    pool = engine.cache_manager._store._pool
+    pool = engine.cache_manager._store
     debts: dict[str, set[str]] = {}
     indexed: dict[str, list[Any]] = {}
     for key, entry in pool.entries.items():
@@ -70,7 +70,7 @@ def check_store(engine: KVBoost) -> None:
             taken = donor.chunk.token_ids[borrow.offset : borrow.offset + borrow.end - borrow.start]
             first = borrow.start - entry.node.start
             assert list(taken) == list(entry.chunk.token_ids[first : first + borrow.end - borrow.start])
-    assert debts == pool._borrowers.by_donor()
+    assert debts == pool.borrowers.by_donor()
     for key, nodes in indexed.items():
         (pool.forest.content(key) or ContentIndex()).check_integrity(nodes)
     assert pool.budget.max_bytes is None or pool.budget.used_bytes <= pool.budget.max_bytes
@@ -99,15 +99,15 @@ def fresh_kv(model: Any, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.T
 def check_exact_tree(engine: KVBoost, namespace: Namespace | None = None) -> int:
     """Every chunk of the exact tree holds what a full prefill of its path gives; returns their number."""
     store = engine.cache_manager._store
-    nodes = store.nodes((namespace or engine.namespace()).key)
+    nodes = store.forest.nodes((namespace or engine.namespace()).key)
     for leaf in (node for node in nodes if not node.children):
         path = [leaf]
         while path[-1].parent is not None and not path[-1].parent.is_root:
             path.append(path[-1].parent)
-        ids = joined([store.entry(node.key).chunk.token_ids for node in reversed(path)])
+        ids = joined([store.entries[node.key].chunk.token_ids for node in reversed(path)])
         wanted = fresh_kv(engine.model, ids)
         for node in path:
-            chunk = store.entry(node.key).chunk
+            chunk = store.entries[node.key].chunk
             assert chunk.composite is None
             for pair, wanted_pair in zip(chunk.past_key_values, wanted, strict=True):
                 for part, full in zip(pair, wanted_pair, strict=True):

@@ -116,7 +116,7 @@ def test_stats_tell_what_was_saved(make_engine: MakeEngine) -> None:
     assert stats["hits"] == {"exact": 1, "approximate": 0}
     assert stats["misses"] == {"never stored": 1}
     assert stats["prefill_seconds_saved"] == pytest.approx(199 / stats["prefill_tokens_per_second"])
-    held = [entry.chunk for entry in engine.cache_manager._store.entries().values()]
+    held = [entry.chunk for entry in engine.cache_manager._store.entries.values()]
     assert stats["bytes"] == sum(chunk.memory_bytes() for chunk in held)
 
 
@@ -275,7 +275,7 @@ def test_8_threads_with_20_prompts_each(
     assert results == expected
     for engine in served:
         engine.cache_manager.check_integrity()
-        keys = [entry.node.key for entry in engine.cache_manager._store.entries().values()]
+        keys = [entry.node.key for entry in engine.cache_manager._store.entries.values()]
         assert len(keys) == len(set(keys))
 
 

@@ -107,7 +107,7 @@ def test_text_warmed_at_an_offset_is_no_prefix(make_engine: MakeEngine) -> None:
     assert engine.generate(ids, max_new_tokens=2, mode="prefix_cache").cached_tokens == 0
     offset_chunks = [
         entry.chunk
-        for entry in engine.cache_manager._store.entries().values()
+        for entry in engine.cache_manager._store.entries.values()
         if entry.chunk.position_start >= 100
     ]
     assert sorted(chunk.position_start for chunk in offset_chunks) == [100, 116]

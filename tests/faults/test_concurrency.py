@@ -80,7 +80,7 @@ def test_threads_hammering_one_store(max_chunks: int | None, max_tokens: int | N
 
     in_threads(THREADS, work)
     manager.check_integrity()
-    for entry in manager._store.entries().values():
+    for entry in manager._store.entries.values():
         assert entry.readers == 0
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from kvboost.disk import growth as disk_growth
 from kvboost.disk import room as disk_room
 from kvboost.disk import tier as disk_tier
 from kvboost.disk.folder import DESCRIPTION, OWNERS
@@ -106,7 +105,7 @@ def test_a_batch_larger_than_a_step_gets_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_step_of_large_slots_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_growth, "_MOST_STEP_BYTES", 2 * SLOT_BYTES)
+    monkeypatch.setattr(disk_room, "_MOST_STEP_BYTES", 2 * SLOT_BYTES)
     with open_tier(tmp_path / "tier") as tier:
         write(tier, range(3))
         assert slots_in(tier.folder) == 4
@@ -406,8 +405,8 @@ def as_it_grows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(
             test_disk_faults, "open_tier", partial(open_tier, max_chunks=test_disk_faults.MAX_CHUNKS)
         )
-        patch.setattr(disk_growth, "_REST_S", 0.0)
-        patch.setattr(disk_growth, "_LEAST_STEP", 1)
+        patch.setattr(disk_room, "_REST_S", 0.0)
+        patch.setattr(disk_room, "_LEAST_STEP", 1)
         yield
 
 
@@ -416,7 +415,7 @@ def as_it_grows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(disk_growth, "_ROOM_REST_S", 0.0)
+    monkeypatch.setattr(disk_room, "_ROOM_REST_S", 0.0)
     (tmp_path / "disk").mkdir(mode=0o700)
     return tmp_path / "disk"
 
@@ -611,7 +610,7 @@ def test_models_of_one_engine_folder_share_its_budget(
     make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured before: every model took the whole budget again."""
-    monkeypatch.setattr(disk_growth, "_ROOM_REST_S", 0.0)
+    monkeypatch.setattr(disk_room, "_ROOM_REST_S", 0.0)
     budget = 10 * ENGINE_SLOT_BYTES
     models = [tiny_model("llama"), tiny_model("qwen2"), tiny_model("olmo2")]
     for round_number in range(2):

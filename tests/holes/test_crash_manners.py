@@ -171,7 +171,7 @@ def test_close_frees_what_it_held(make_engine: MakeEngine) -> None:
     one.close()
     stats = one.cache_stats()
     assert (stats["chunks"], stats["bytes"], stats["workspace_bytes"]) == (0, 0, 0)
-    assert not one.core.parts.reader._answers
+    assert not one.core.parts.reader.answers
     assert linears.packed_bytes(model) > 0  # the other engine uses them
     assert two.generate(PROMPT, max_new_tokens=4).cached_tokens == 49
     two.close()

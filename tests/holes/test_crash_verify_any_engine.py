@@ -9,7 +9,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.errors import InvalidRequestError
-from kvboost.proof.checks import approximate
+from kvboost.proof import checks
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import ARCHITECTURES, LENGTH_DEPENDENT, random_ids, tiny_model
 
@@ -122,7 +122,7 @@ def test_a_part_that_raises_is_named(
     def broken(*_args: Any, **_kwargs: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(approximate, "sparse_forward", broken)
+    monkeypatch.setattr(checks, "sparse_forward", broken)
     report = judge(make_engine())
     part = next(check for check in report.checks if check.name == "sparse pass")
     assert part.passed is verdict

@@ -123,7 +123,7 @@ def test_answers_of_a_changed_model_are_not_remembered(make_engine: MakeEngine) 
         return scores
 
     engine.generate([{"role": "user", "content": "hello"}], max_new_tokens=6, logits_processor=[changing])
-    assert not len(engine.core.parts.reader._answers)
+    assert not len(engine.core.parts.reader.answers)
 
 
 @pytest.mark.parametrize("taken", [1, 2])

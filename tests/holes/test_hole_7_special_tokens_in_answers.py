@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from kvboost.requests import answers as answers_module
+from kvboost.requests import chats
 from kvboost.requests.prompts import PromptReader
 from tests.fixture_types import MakeEngine
 
@@ -228,7 +228,7 @@ def test_empty_answers() -> None:
     for ids in ([], ids_of("</s>"), ids_of("<|system|>", "</s>")):
         reader.remember_answer(reader.decode(ids), ids, "")
     assert assert_rule(reader, chat_with("")) == plain_ids(chat_with(""))
-    assert reader.answers_bytes == 0
+    assert reader.answers.size_bytes == 0
 
 
 TOKENS = st.lists(
@@ -288,28 +288,28 @@ def test_a_forged_role_change_does_not_enter_a_chat(make_engine: MakeEngine, tok
 
 
 def test_remembered_answers_have_a_budget_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers_module, "_MAX_ANSWER_BYTES", 200_000)
+    monkeypatch.setattr(chats, "_MAX_ANSWER_BYTES", 200_000)
     reader = reader_of()
     for number in range(300):
         text = f"{number:04}" * 500
         reader.remember_answer(text, TOKENIZER(text)["input_ids"], "")
-        assert 0 < reader.answers_bytes <= 200_000
+        assert 0 < reader.answers.size_bytes <= 200_000
     assert_rule(reader, chat_with(text))
     reader.remember_answer("a" * 300_000, ids_of("a") * 300_000, "")
-    assert reader.answers_bytes <= 200_000, "what is larger than all room is not kept"
-    reader.forget_answers()
-    assert reader.answers_bytes == 0
+    assert reader.answers.size_bytes <= 200_000, "what is larger than all room is not kept"
+    reader.answers.clear()
+    assert reader.answers.size_bytes == 0
 
 
 def test_ids_are_kept_compactly() -> None:
     reader = reader_of()
     reader.remember_answer("a" * 100_000, ids_of("a") * 100_000, "")
-    assert 500_000 <= reader.answers_bytes < 600_000
+    assert 500_000 <= reader.answers.size_bytes < 600_000
 
 
 @pytest.mark.parametrize("limit", ["_MAX_ANSWERS", "_MAX_ANSWER_BYTES"])
 def test_nobody_can_push_out_the_answers_of_others(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers_module, limit, {"_MAX_ANSWERS": 20, "_MAX_ANSWER_BYTES": 20_000}[limit])
+    monkeypatch.setattr(chats, limit, {"_MAX_ANSWERS": 20, "_MAX_ANSWER_BYTES": 20_000}[limit])
     reader = reader_of()
     generated = ids_of("a", "b", "a", "b")
     reader.remember_answer("abab", generated, "quiet")
@@ -322,7 +322,7 @@ def test_nobody_can_push_out_the_answers_of_others(limit: str, monkeypatch: pyte
 
 
 def test_an_answer_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers_module, "_MAX_ANSWERS", 3)
+    monkeypatch.setattr(chats, "_MAX_ANSWERS", 3)
     reader = reader_of()
     reader.remember_answer("ab", ids_of("a", "b"), "")
     for number in range(10):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -21,11 +22,10 @@ from typing import Any
 
 from kvboost.disk import serde
 from kvboost.disk.chunk_tier import GONE, OTHER_FORM, ChunkTier
-from kvboost.disk.readers import Readers
-from kvboost.disk.serde import RecordHeader
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
-from kvboost.store.entries import StoredChunk
+from kvboost.locks import fork_safe_lock
+from kvboost.store.budget import StoredChunk
 from kvboost.store.manager import KVCacheManager
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ _WAY_S = 1.0  # that storing waits for saving
 _REST_S = 30.0  # that it does not wait at all after the disk was too slow
 _BATCH = 8  # chunks that are synced and entered together
 _REFRESH_S = 5.0
+_READERS = 4
+_MOST_STUCK = 16  # readers that may hang before the disk is given up
 
 
 @dataclass
@@ -144,7 +146,7 @@ class DiskCache:
             while chunks := self._manager.on_disk.take_unsaved(_BATCH, self._family):
                 written: Sequence[bool] = [False] * len(chunks)
                 try:
-                    written = self.tier.write_records([_record(stored) for stored in chunks])
+                    written = self.tier.write_records([_to_record(stored) for stored in chunks])
                 finally:
                     self._manager.on_disk.mark_saved(chunks, written)
                     self._manager.on_disk.lost(self.tier.take_evicted(), GONE)
@@ -155,16 +157,12 @@ class DiskCache:
 
     def _adopt(self) -> None:
         """Tell the store what is on disk."""
-        headers = {
-            header.key: header for header in self.tier.headers() if header.codec.keeps_form_of(self._codec)
-        }
+        found = [header for header in self.tier.headers() if header.codec.keeps_form_of(self._codec)]
+        unknown = self._manager.on_disk.note_saved(header.key for header in found)
         new = [
-            StoredChunk(
-                headers[key].meta["namespace"],
-                headers[key].meta["content"],
-                _cold(headers[key], self._codec),
-            )
-            for key in self._manager.on_disk.note_saved(headers)
+            StoredChunk(header.meta["namespace"], header.meta["content"], header.chunk((), self._codec))
+            for header in found
+            if header.key in unknown
         ]
         self._manager.on_disk.adopt(new, self._family)
 
@@ -244,13 +242,62 @@ class DiskCache:
             self.tier.close()
 
 
-def _record(stored: StoredChunk) -> serde.Record:
-    return serde.to_record(
-        stored.chunk, namespace=stored.namespace_key, content=stored.content_key, with_text=False
-    )
+def _to_record(stored: StoredChunk) -> serde.Record:
+    names = {"namespace": stored.namespace_key, "content": stored.content_key}
+    return serde.to_record(stored.chunk, **names, with_text=False)
 
 
-def _cold(header: RecordHeader, codec: KVCodec) -> KeptChunk:
-    chunk = header.chunk((), codec)
-    chunk.kv = StoredKV(codec, (), len(chunk.token_ids))
-    return chunk
+class Readers:
+    """A few threads that read, so that a request can stop waiting for a disk that hangs.
+
+    One that hangs is left behind, and another takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._stuck: set[Future[Any]] = set()
+        self._started = 0
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._lock = fork_safe_lock()
+        for _ in range(_READERS):
+            self._start()
+
+    def _start(self) -> None:
+        self._started += 1
+        threading.Thread(target=self._work, name="kvboost-reader", daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any] | None:
+        """Have `call` made; None where too many readers hang, or there are none any more."""
+        with self._lock:
+            self._stuck = {future for future in self._stuck if not future.done()}
+            is_forked = os.getpid() != self._pid  # threads stay with the parent
+            if self._is_closed or is_forked or len(self._stuck) >= _MOST_STUCK:
+                return None
+            future: Future[Any] = Future()
+            self._queue.put((future, call))
+            return future
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Wait for it no longer; a reader that is at it may never come back."""
+        with self._lock:
+            if not future.cancel():
+                self._stuck.add(future)
+                if self._started < _READERS + _MOST_STUCK:
+                    self._start()
+
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            future, call = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._started):
+                self._queue.put(None)

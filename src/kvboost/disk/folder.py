@@ -1,6 +1,7 @@
 """The folder of a disk tier: private, described in a file of its own, and opened by one process at a time.
 
-Knows sizes and names, no chunks and no index.
+The processes that use it see each other: one locked file for each. The system drops the lock when a process
+ends, however it ends. Knows sizes and names, no chunks and no index.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ OPENING = "opening"
 OWNERS = "owners"
 _OPENED = (DESCRIPTION, INDEX, *SQLITE_FILES, SLOTS, OPENING)
 _LEFT_OVER = re.compile(re.escape(DESCRIPTION) + r"\.[0-9a-f]{32}")  # of a process that died
+_OWNER_NAME = re.compile("[0-9a-f]{32}")
 _FORMAT = "kvboost-disk"
 _VERSION = 1
 
@@ -158,14 +161,77 @@ def alone(path: Path, *, wait_s: float) -> Iterator[None]:
 
 def _is_locked_within(fd: int, wait_s: float) -> bool:
     until = time.monotonic() + wait_s
-    while not (is_locked := _is_locked(fd)) and time.monotonic() < until:
+    while not (is_locked := _can_lock(fd)) and time.monotonic() < until:
         time.sleep(0.01)
     return is_locked
 
 
-def _is_locked(fd: int) -> bool:
+def _can_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+# --- the processes that use it -------------------------------------------------------------------
+
+
+def is_alive(folder: Path, name: object) -> bool:
+    """Whether the process behind `name` still runs; removes what it left where it does not."""
+    if not isinstance(name, str) or _OWNER_NAME.fullmatch(name) is None:
+        return False
+    try:
+        fd = open_private(folder / name, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # of root, say: nobody can tell, so it is left alone
+        return True
+    try:
+        if not _can_lock(fd):
+            return True
+    finally:
+        os.close(fd)
+    with contextlib.suppress(OSError):
+        (folder / name).unlink()
+    return False
+
+
+def any_alive(folder: Path) -> bool:
+    """Whether any process uses the folder; removes what dead ones left."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return False
+    alive = [name for name in names if is_alive(folder, name)]  # all are asked: dead ones are removed
+    return bool(alive)
+
+
+class Owner:
+    """This process, as others can see it.
+
+    It must be made while no other process makes one or looks for dead ones. `has_company` says whether
+    another one was alive then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.name = uuid.uuid4().hex
+        self._pid = os.getpid()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        check_folder(folder)
+        self.has_company = any_alive(folder)
+        self._fd = open_private(folder / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def is_alive(self, name: object) -> bool:
+        """Whether the process behind `name` still runs; removes what it left where it does not."""
+        return name == self.name or is_alive(self._folder, name)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            if os.getpid() == self._pid:  # a forked child does not speak for its parent
+                with contextlib.suppress(OSError):
+                    (self._folder / self.name).unlink()
+            os.close(fd)

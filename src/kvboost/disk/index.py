@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from kvboost.disk.owner import Owner
+from kvboost.disk.folder import Owner
 from kvboost.disk.trust import open_private
 from kvboost.locks import fork_safe_rlock
 
@@ -75,37 +75,18 @@ class DiskIndex:
             raise
 
     def _connect(self) -> sqlite3.Connection:
-        if self._owner is None:
-            return self._connect_to_read()
-        connection = self._connection_to(str(self.path))
+        if self._owner is not None:
+            return self._connection_to(str(self.path), "PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL")
+        # With its log where SQLite can use that, otherwise the file as it lies: rows are checked anyway.
+        name, look = f"file:{quote(os.fsencode(self.path))}?mode=ro", "SELECT COUNT(*) FROM meta"
         try:
-            _run(connection, "PRAGMA journal_mode=WAL")
-            _run(connection, "PRAGMA synchronous=NORMAL")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            return self._connection_to(name, look)
+        except sqlite3.OperationalError:
+            self._is_frozen = True
+            return self._connection_to(f"{name}&immutable=1", look)
 
-    def _connect_to_read(self) -> sqlite3.Connection:
-        """With its log where SQLite can use that, otherwise the file as it lies: rows are checked anyway."""
-        name = f"file:{quote(os.fsencode(self.path))}?mode=ro"
-        for is_frozen in (False, True):
-            connection = self._connection_to(f"{name}&immutable=1" if is_frozen else name)
-            try:
-                _run(connection, "SELECT COUNT(*) FROM meta")
-            except sqlite3.OperationalError:
-                connection.close()
-                if is_frozen:
-                    raise
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                break
-        self._is_frozen = is_frozen
-        return connection
-
-    def _connection_to(self, name: str) -> sqlite3.Connection:
+    def _connection_to(self, name: str, *first: str) -> sqlite3.Connection:
+        """A connection on which the statements `first` went well."""
         connection = sqlite3.connect(
             name,
             timeout=_BUSY_SECONDS,
@@ -114,6 +95,12 @@ class DiskIndex:
             uri=self._owner is None,
         )
         connection.text_factory = lambda raw: raw.decode(errors="replace")
+        try:
+            for statement in first:
+                _run(connection, statement)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _execute(self, statement: str, values: Sequence[object] = ()) -> sqlite3.Cursor:

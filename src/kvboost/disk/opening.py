@@ -11,7 +11,6 @@ import os
 import sqlite3
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,19 +22,20 @@ from kvboost.disk.folder import (
     SLOTS,
     SQLITE_FILES,
     FolderDescription,
+    Owner,
     alone,
     can_be_written,
     check_contents,
     read_description,
 )
 from kvboost.disk.index import DiskIndex
-from kvboost.disk.owner import Owner
 from kvboost.disk.records import rows_in
 from kvboost.disk.slot_file import SlotFile
 from kvboost.disk.trust import ADVICE, open_private
 from kvboost.errors import CacheFileError
 
 Fit = Callable[[DiskIndex], None]
+OpenFolder = tuple[DiskIndex, SlotFile, contextlib.ExitStack]  # the last one closes the files
 _WAIT_S = 10.0  # for another process that opens the folder
 _DAMAGE_CODES = (1, 11, 26)  # SQLITE_ERROR (statements that its tables do not allow), _CORRUPT, _NOTADB
 _DAMAGE_WORDS = ("malformed", "not a database", "no such ", "unsupported file format")
@@ -43,22 +43,6 @@ _DAMAGE_WORDS = ("malformed", "not a database", "no such ", "unsupported file fo
 
 class _WrongIndex(sqlite3.DatabaseError):
     """The index can be read, and is not as it should be."""
-
-
-@dataclass
-class OpenFolder:
-    """The open files of a folder. `close` closes them all, and can be called twice."""
-
-    index: DiskIndex
-    slots: SlotFile
-    _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    @property
-    def is_read_only(self) -> bool:
-        return self.index.is_read_only
-
-    def close(self) -> None:
-        self._files.close()
 
 
 def open_folder(folder: Path, description: FolderDescription, *, grows: bool) -> OpenFolder:
@@ -90,7 +74,7 @@ def _open_to_write(folder: Path, description: FolderDescription, *, grows: bool)
         description.write(owner.name)
         if not index.is_complete():
             index.complete(rows_in(slots) if index.counts()[0] == 0 else ())
-        return OpenFolder(index, slots, opened.pop_all())
+        return index, slots, opened.pop_all()
 
 
 def _open_to_read(folder: Path, description: FolderDescription) -> OpenFolder:
@@ -107,7 +91,7 @@ def _open_to_read(folder: Path, description: FolderDescription) -> OpenFolder:
                 f"{folder / INDEX} is damaged ({problems[0]}) and cannot be made anew: allow this process to "
                 "write there, or use another folder"
             )
-        return OpenFolder(index, slots, opened.pop_all())
+        return index, slots, opened.pop_all()
 
 
 def _fit(index: DiskIndex, slots: SlotFile, max_chunks: int, *, grows: bool, has_company: bool) -> None:

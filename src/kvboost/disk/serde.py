@@ -77,19 +77,13 @@ class RecordHeader:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Empty tensors in main memory for the payload."""
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in self.codec.specs(self._held_tokens))
-
-    @property
-    def _held_tokens(self) -> int:
-        return len(self.token_ids)
+        specs = self.codec.specs(len(self.token_ids))
+        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in specs)
 
     def matches(self, payload: Sequence[Buffer]) -> bool:
         """Whether the payload is what was written under this header."""
-        return _checksum(self.key, self._described, payload) == self.checksum
-
-    @property
-    def _described(self) -> bytes:
-        return self.raw[_FIXED.size : -_DIGEST_BYTES]
+        described = self.raw[_FIXED.size : -_DIGEST_BYTES]
+        return _checksum(self.key, described, payload) == self.checksum
 
     def chunk(self, tensors: tuple[torch.Tensor, ...], codec: KVCodec | None = None) -> KeptChunk:
         """The chunk with its tensors, kept as `codec` says (None = as the header describes it)."""
@@ -191,15 +185,9 @@ def read_header(raw: bytes) -> RecordHeader | None:
         ids = np.frombuffer(body[_FIXED.size + json_bytes :], dtype="<u4")
         header = RecordHeader(raw, meta, ids, payload_bytes, checksum)
         specs = header.codec.specs(len(ids))
-    except (
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        CacheFileError,
-    ):
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        return None
+    except CacheFileError:
         return None
     expected = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
     return header if expected == payload_bytes and len(ids) else None

@@ -36,22 +36,18 @@ class SlotFile:
         """What is set aside on disk; 0 when it is closed."""
         return os.fstat(self._fd).st_size if self._fd >= 0 else 0
 
-    def allocate(self, num_slots: int) -> None:
-        """Make the file exactly so long, with all its blocks set aside where the system can do that."""
-        self._make_as_long(num_slots, 0)
-
-    def extend(self, num_slots: int) -> None:
-        """The same, but what is there is left as it is: others may be writing to it."""
-        self._make_as_long(num_slots, self.size_bytes)
-
     def cut(self, num_slots: int) -> None:
         """Give back what lies behind so many slots; never makes it longer."""
         if self.size_bytes > self.slot_bytes * num_slots:
             os.ftruncate(self._fd, self.slot_bytes * num_slots)
 
-    def _make_as_long(self, num_slots: int, start: int) -> None:
-        size = self.slot_bytes * num_slots
-        before = self.size_bytes
+    def allocate(self, num_slots: int, *, is_shared: bool = False) -> None:
+        """Make the file exactly so long, with all its blocks set aside where the system can do that.
+
+        With `is_shared`, what is there is left as it is: others may be writing to it.
+        """
+        size, before = self.slot_bytes * num_slots, self.size_bytes
+        start = before if is_shared else 0
         try:
             if before > size:
                 os.ftruncate(self._fd, size)

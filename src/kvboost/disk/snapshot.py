@@ -27,11 +27,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save_file as write_tensors
 
+from kvboost.disk.serde import buffer_of
 from kvboost.disk.trust import open_regular
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.models import content_hash_from_tokens, token_bytes
-from kvboost.store.entries import StoredChunk
+from kvboost.store.budget import StoredChunk
 from kvboost.store.manager import KVCacheManager
 
 HEADER = "cache.json"
@@ -219,7 +220,7 @@ def _checksum(chunk: KeptChunk) -> str:
     digest = xxhash.xxh3_128(f"{chunk.chunk_id}|{chunk.parent_hash}|{chunk.position_start}|".encode())
     digest.update(token_bytes(chunk.token_ids))
     for part in chunk.kv.tensors:
-        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(buffer_of(part.cpu()))
     return str(digest.hexdigest())
 
 

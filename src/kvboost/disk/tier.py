@@ -1,6 +1,6 @@
 """Chunks on disk: a folder with a slot file and an index, which never serves a wrong tensor.
 
-A chunk is written to a free slot first (`slot_writer`) and then entered in the index. It is read back with
+A chunk is written to a free slot first (`records`) and then entered in the index. It is read back with
 its header, compared with the index, and its checksum covers key, description, tokens and payload. Whatever
 goes wrong is a miss with a counted reason. Several processes may use one folder, and any of them may die at
 any moment. Knows chunks and files, no model; what an open folder is made of, `opening` knows.
@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 from kvboost.disk import serde
-from kvboost.disk.check import CheckReport, Progress, check_records
 from kvboost.disk.chunk_tier import CORRUPT, GONE, OTHER_FORM, ChunkTier
-from kvboost.disk.entries import DiskEntries
 from kvboost.disk.folder import (
     DESCRIPTION,
     INDEX,
@@ -32,12 +30,18 @@ from kvboost.disk.folder import (
     read_description,
     remove_leftovers,
 )
-from kvboost.disk.growth import NO_ROOM, Growth, give_back
-from kvboost.disk.opening import OpenFolder, open_folder
-from kvboost.disk.records import DiskEntry, payload_of
-from kvboost.disk.room import Room, note_use
+from kvboost.disk.opening import open_folder
+from kvboost.disk.records import (
+    CheckReport,
+    DiskEntries,
+    DiskEntry,
+    Progress,
+    check_records,
+    payload_of,
+    write_claimed,
+)
+from kvboost.disk.room import NO_ROOM, Growth, Room, give_back, note_use
 from kvboost.disk.serde import Record, RecordHeader
-from kvboost.disk.slot_writer import write_claimed
 from kvboost.disk.trust import real_folder
 from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec
@@ -93,7 +97,7 @@ class DiskTier(ChunkTier):
         self._room = room
         self._growth = Growth(self.folder, max_chunks, room) if grows else None
         self._description = FolderDescription(self.folder, slot_bytes, max_chunks, label)
-        self._files = self._open()
+        self._open()
         if self.is_read_only:
             _log.info("%s cannot be written to: what it holds is read, and nothing is saved", self.folder)
         self._note_use()
@@ -121,14 +125,13 @@ class DiskTier(ChunkTier):
     @property
     def is_read_only(self) -> bool:
         """Whether this process may not write to the folder: then it serves reads, and nothing is changed."""
-        return self._files.is_read_only
+        return self._index.is_read_only
 
     # --- opening -----------------------------------------------------------------------------
 
-    def _open(self) -> OpenFolder:
-        files = open_folder(self.folder, self._description, grows=self._growth is not None)
-        self._index, self._slots = files.index, files.slots
-        return files
+    def _open(self) -> None:
+        opened = open_folder(self.folder, self._description, grows=self._growth is not None)
+        self._index, self._slots, self._files = opened
 
     def _load(self) -> None:
         """Take over what the index says; damaged entries are dropped."""
@@ -163,7 +166,7 @@ class DiskTier(ChunkTier):
             try:
                 if self._index.was_replaced() or self._slots.was_replaced():
                     self._files.close()
-                    self._files = self._open()
+                    self._open()
                 elif not self._index.has_changed():
                     return False
             except _FAILURES as error:

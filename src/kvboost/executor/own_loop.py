@@ -54,7 +54,7 @@ class OwnLoop:
             with decode.running(parts.model, fast=False, was_read=True):
                 stop = decode.last_stop(arena.length, len(ids), parts.block)
                 decode.prefill(parts.model, ids, arena, stop, block=parts.block)
-        prepared = PreparedPrompt.ready(parts.model, ids, arena, plan.spans(), request.namespace)
+        prepared = PreparedPrompt(parts.model, ids, arena, plan.spans(), request.namespace)
         arena.written_by = prepared.check_with(parts.fit.is_current)
         return prepared
 

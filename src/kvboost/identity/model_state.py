@@ -1,11 +1,10 @@
 """What a model is right now, read at a cost that every request can bear.
 
 Two readings are equal exactly when KV of the first may serve the second. Each reading compares the modules,
-parameters and buffers (`structure`), their addresses, version counters and some of their values
-(`known_tensors`), and the adapters, config and settings around them (`surroundings`). A write to a few values
-of a tensor that moves no counter is found by a checksum in a background thread (`scrubber`), or by
-`check_all`. In a state that cannot be known (`gates`) a reading says so, and nothing is read or stored then.
-Knows models, no cache.
+parameters and buffers with the adapters, config and settings around them (`structure`), and the tensors'
+addresses, version counters and some of their values (`weights`). A write to a few values of a tensor that
+moves no counter is found by a checksum in a background thread (`scrubber`), or by `check_all`. In a state
+that cannot be known a reading says so, and nothing is read or stored then. Knows models, no cache.
 """
 
 from __future__ import annotations
@@ -19,11 +18,8 @@ import torch
 
 from kvboost import locks
 from kvboost.identity import scrubber
-from kvboost.identity.gates import gated_reason, peft_reason
-from kvboost.identity.known_tensors import KnownTensors, place_of, versions_of
-from kvboost.identity.structure import ModelStructure
-from kvboost.identity.surroundings import surroundings_of
-from kvboost.identity.weights import Checksum, checksum
+from kvboost.identity.structure import ModelStructure, gated_reason, surroundings_of
+from kvboost.identity.weights import Checksum, KnownTensors, checksum, place_of, versions_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class ModelWatch:
         scrubber.SCRUBBER.ensure_running()
         with self._lock:
             known = self._compare(model)
-            gated = gated_reason(self._structure, known.device_types) or peft_reason(model)
+            gated = gated_reason(model, self._structure, known.device_types)
             if known.is_elsewhere:
                 gated = gated or "gated: weights are offloaded"
             return ModelState(self._version, self._structure_version, self._surprises, gated, self._looks)

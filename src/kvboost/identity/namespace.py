@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvboost.identity.model_state import ModelState, ModelWatch, watch_of
+from kvboost.identity.model_state import ModelState, watch_of
 from kvboost.locks import fork_safe_lock
 
 FORMAT_VERSION = 2
@@ -65,24 +65,19 @@ class NamespaceTracker:
     def __init__(self, model: Any, settings: Mapping[str, Any]) -> None:
         self._model = model
         self._settings = dict(settings)
-        self._watch = watch_of(model)
-        self._watch.read()
-        self._watch.check_all()  # others may have watched before: what they overlooked is seen now
+        self.watch = watch_of(model)
+        self.watch.read()
+        self.watch.check_all()  # others may have watched before: what they overlooked is seen now
         self._lock = fork_safe_lock()
         self._seen = (-1, -1)
-        self._surprises = self._watch.read().surprises
+        self._surprises = self.watch.read().surprises
         self._distrust = 0
         self._family = ""
         self._keys: dict[str, Namespace] = {}
 
-    @property
-    def watch(self) -> ModelWatch:
-        """What reads the model's state."""
-        return self._watch
-
     def current(self, salt: str) -> Namespace:
         """The namespace for `salt`. Checks weights over again only where they may have changed."""
-        return self.of(self._watch.read(), salt)
+        return self.of(self.watch.read(), salt)
 
     def last(self, salt: str) -> Namespace:
         """The namespace for `salt` as of the last reading, for what is to be read again before it counts."""
@@ -94,7 +89,7 @@ class NamespaceTracker:
         with self._lock:
             if (state.version, state.surprises) != self._seen:
                 # Read again, so that digest and state are of one moment, whatever other threads do.
-                state, checksums, surroundings = self._watch.read_for()
+                state, checksums, surroundings = self.watch.read_for()
                 if state.surprises != self._surprises:  # of this digest there may be KV that others computed
                     self._surprises = state.surprises
                     self._distrust += 1

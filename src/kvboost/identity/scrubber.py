@@ -2,7 +2,7 @@
 
 A write that moves no counter and leaves the probed values as they were is seen by nothing else. A pass over
 a model takes at most half of its time, so that whatever is written is seen when that time has passed. Knows
-nothing of models but that they can be scrubbed.
+nothing of models but how large they are, and that they can be scrubbed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvboost import locks
+
+if TYPE_CHECKING:
+    from kvboost.identity.model_state import ModelWatch
 
 _log = logging.getLogger(__name__)
 SLICE_BYTES = 4 << 20
@@ -26,17 +29,6 @@ _BUSY_S = 0.01
 _LEAST_S = 0.1
 
 
-class Watched(Protocol):
-    """What can be scrubbed."""
-
-    @property
-    def nbytes(self) -> int:
-        """How much there is."""
-
-    def scrub(self, most_bytes: int) -> bool:
-        """Check over so many bytes more; whether a pass has ended."""
-
-
 def stated_seconds(seconds: float, nbytes: int) -> float:
     """Within which time a change is seen, of one that was asked for, for so many bytes."""
     return max(seconds, _LEAST_S, 2 * nbytes / LEAST_RATE)
@@ -44,7 +36,7 @@ def stated_seconds(seconds: float, nbytes: int) -> float:
 
 @dataclass(eq=False)
 class _Task:
-    watched: weakref.ref[Watched]
+    watched: weakref.ref[ModelWatch]
     lock: locks.ModelLock
     seconds: dict[int, float]  # what each user asked for
     due: float = 0.0
@@ -64,7 +56,7 @@ class Scrubber:
         self._thread: threading.Thread | None = None
         self._ended = False
 
-    def add(self, user: int, watched: Watched, lock: locks.ModelLock, seconds: float) -> None:
+    def add(self, user: int, watched: ModelWatch, lock: locks.ModelLock, seconds: float) -> None:
         """Scrub `watched` on behalf of `user`, who wants changes seen within `seconds`."""
         with self._changed:
             self._let_go()  # one that is gone may have had the same name
@@ -117,7 +109,7 @@ class Scrubber:
         if self._thread is not None:
             self._thread.join(timeout=5)
 
-    def _gone(self, reference: weakref.ref[Watched]) -> None:
+    def _gone(self, reference: weakref.ref[ModelWatch]) -> None:
         # Called wherever garbage is collected, so no lock may be taken: the thread finds it by itself.
         for task in list(self._tasks):
             if task.watched is reference:
@@ -149,7 +141,7 @@ class Scrubber:
             self._thread = None
             return None
 
-    def _may_go(self, task: _Task, watched: Watched) -> bool:
+    def _may_go(self, task: _Task, watched: ModelWatch) -> bool:
         """Between requests, or when it is late."""
         late = time.monotonic() - task.due
         if task.lock.is_busy and late < _LATE_SHARE * task.pass_seconds(watched.nbytes):
@@ -157,7 +149,7 @@ class Scrubber:
             return False
         return True
 
-    def _go(self, task: _Task, watched: Watched) -> None:
+    def _go(self, task: _Task, watched: ModelWatch) -> None:
         size = max(1, watched.nbytes)
         seconds = task.pass_seconds(size) * _LATE_SHARE
         try:

@@ -1,14 +1,31 @@
-"""Which modules, parameters and buffers a model has, listed once for quick looks. Knows no values."""
+"""What a model is beside the values of its weights: its modules, and what changes their numbers.
+
+Listed once for quick looks are modules, parameters and buffers. Compared with each reading are adapters, the
+config (with the model's own attention implementation, also while ours stands in it) and torch's settings. And
+there are states in which a model cannot be known: autocast, hooks, replaced forwards, train mode, some
+adapters. In these, the same weights may give any numbers, so nothing may be read or stored. Knows models, no
+values and no cache.
+"""
 
 from __future__ import annotations
 
 import operator
 import weakref
 from itertools import chain
+from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
+from kvboost.compat import comparable
+
+_ADAPTER_FIELDS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
+_VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
+_KNOWN_PACKAGES = ("kvboost", "transformers", "accelerate")  # whose hooks and forwards change no numbers
 _values = operator.methodcaller("values")
+_training = operator.itemgetter("training")
+_hooks = operator.itemgetter("_forward_hooks")
+_pre_hooks = operator.itemgetter("_forward_pre_hooks")
 
 
 class ModelStructure:
@@ -28,15 +45,10 @@ class ModelStructure:
         )
         self._root = weakref.ref(model)
         # A module compiled by torch may lack a field: it passes on that of the module inside.
-        self.flagged = [
-            (name, each) for name, each in zip(self.names, self.dicts, strict=True) if "training" in each
-        ]
+        every = list(zip(self.names, self.dicts, strict=True))
+        self.flagged = [(name, each) for name, each in every if "training" in each]
         self.flags = [each for _, each in self.flagged]
-        self.hooked = [
-            (name, each)
-            for name, each in zip(self.names, self.dicts, strict=True)
-            if "_forward_hooks" in each
-        ]
+        self.hooked = [(name, each) for name, each in every if "_forward_hooks" in each]
         self.hooks = [each for _, each in self.hooked]
         self.children = [each["_modules"] for each in self.dicts if each["_modules"]]
         self._empty = [
@@ -80,3 +92,151 @@ def _changes_with_length(module: torch.nn.Module, name: str) -> bool:
     """Whether it holds rope frequencies that the model's own forward sets by the length of its input."""
     kind = str(getattr(module, "rope_type", ""))
     return name.endswith("inv_freq") and not name.startswith("original") and kind in ("dynamic", "longrope")
+
+
+# --- what changes its numbers --------------------------------------------------------------------
+
+
+def surroundings_of(model: torch.nn.Module, structure: ModelStructure) -> tuple[Any, ...]:
+    """Adapters, config and settings that change what the same weights compute."""
+    adapters = tuple(str([each.get(name) for name in _ADAPTER_FIELDS]) for each in structure.adapters)
+    return adapters, _config_of(model), _numerics(), structure.classes
+
+
+def _config_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The fields of the model's configs, with the model's own attention, even while ours is in its place."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return []
+    found = []
+    parts = [each for each in vars(config).values() if hasattr(each, "to_dict") and hasattr(each, "__dict__")]
+    for each in (config, *parts):
+        fields = {
+            name: type(value).__name__ if hasattr(value, "to_dict") else comparable(value)
+            for name, value in vars(each).items()
+            if name not in _VOLATILE_CONFIG
+        }
+        attention = "_attn_implementation"
+        internal = f"{attention}_internal"
+        fields[internal if internal in fields else attention] = own_name(getattr(each, attention, None))
+        found.append((type(each).__name__, fields))
+    return found
+
+
+def _numerics() -> tuple[Any, ...]:
+    """Settings of torch that change the numbers of a forward."""
+    cuda = torch.backends.cuda.matmul
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch's newer settings are in use
+        precision = str(getattr(cuda, "fp32_precision", ""))
+    return (
+        precision,
+        cuda.allow_bf16_reduced_precision_reduction,
+        cuda.allow_fp16_reduced_precision_reduction,
+        torch.get_default_dtype(),
+    )
+
+
+class BorrowedName(str):
+    """Our name while it stands in a model's config. A copy of the config gets the model's own name."""
+
+    own: str
+
+    def __deepcopy__(self, _memo: object) -> str:
+        return self.own
+
+    def __copy__(self) -> str:
+        return self.own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.own,)
+
+
+BORROWED_NAMES: dict[str, BorrowedName] = {}  # by the model's own implementation
+
+
+def own_name(name: Any) -> Any:
+    """The model's own attention implementation, where `name` stands in its config."""
+    if isinstance(name, BorrowedName):
+        return name.own
+    return next((own for own, ours in BORROWED_NAMES.items() if ours == name), name)
+
+
+# --- states that cannot be known -----------------------------------------------------------------
+
+
+def gated_reason(model: Any, structure: ModelStructure, device_types: set[str]) -> str:
+    """Why nothing may be read or stored while the model is in this state; empty if it may."""
+    if why := _ambient_reason(device_types):
+        return f"gated: {why}"
+    if any(map(_training, structure.flags)):
+        return f"gated: {next(name for name, each in structure.flagged if each['training'])} is in train mode"
+    if any(map(_hooks, structure.hooks)) or any(map(_pre_hooks, structure.hooks)):
+        for name, each in structure.hooked:
+            for hook in (*each["_forward_hooks"].values(), *each["_forward_pre_hooks"].values()):
+                if not _is_known(hook):
+                    return f"gated: {name} has a forward hook"
+    for number, each in enumerate(structure.dicts):
+        if "forward" in each and not _is_known_forward(each, structure.kinds[number]):
+            return f"gated: the forward of {structure.names[number]} was replaced"
+    return _peft_reason(model)
+
+
+def _peft_reason(model: Any) -> str:
+    """Why an active adapter forbids reuse; empty if none does.
+
+    Some begin where the prompt last calls them: a token's KV then depends on the text behind it.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return ""
+    active = getattr(model, "active_adapters", ())
+    for name in active if isinstance(active, (list, tuple)) else ():
+        if getattr(configs.get(name), "alora_invocation_tokens", None):
+            return f"gated: the adapter {name} begins where the prompt calls it"
+    return ""
+
+
+def _ambient_reason(device_types: set[str]) -> str:
+    if any(map(torch.is_autocast_enabled, device_types)):
+        return "autocast is on"
+    hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+    if any(hooks):
+        return "there is a forward hook for all modules"
+    if torch._C._len_torch_dispatch_stack() or _function_modes():
+        return "a torch mode changes what operators do"
+    return ""
+
+
+def _function_modes() -> bool:
+    """Whether a mode other than torch's default device is on."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _is_known(function: Any) -> bool:
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    return package in _KNOWN_PACKAGES
+
+
+def _is_known_forward(fields: dict[str, Any], kind: Any) -> bool:
+    """Whether it is ours, the class's own put back, or accelerate's, which moves layers between devices."""
+    forward = fields["forward"]
+    if kind.__module__.startswith("torch._dynamo"):
+        return True  # a compiled module calls the one inside
+    if "_hf_hook" in fields:
+        hook = fields["_hf_hook"]
+        hooks = [hook, *getattr(hook, "hooks", ())]  # accelerate keeps several in one
+        inside = getattr(fields.get("_old_forward"), "__func__", None)
+        origins = [getattr(getattr(forward, "func", None), "__module__", "")]
+        origins += [type(each).__module__ for each in hooks]
+        return inside is kind.forward and all(str(each).startswith("accelerate.") for each in origins)
+    return getattr(forward, "__func__", None) is kind.forward or hasattr(forward, "is_kvboosts")

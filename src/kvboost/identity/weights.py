@@ -2,7 +2,8 @@
 
 A checksum reads every byte where it lies, and can be taken in slices. A probe looks at the same scattered
 values of every tensor each time, which is cheap enough for every request: whoever writes a whole tensor, by
-whatever way, changes some of them. Knows tensors, no model and no cache.
+whatever way, changes some of them. `KnownTensors` are those of a model as they were last read; when to take
+checksums is `model_state`'s business. Knows tensors, no cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+
+from kvboost.identity.structure import ModelStructure
 
 PROBED_VALUES = 32  # per tensor
 _GOLDEN = 0.6180339887498949
@@ -32,9 +35,7 @@ class Checksum:
     def advance(self, most_bytes: int) -> int:
         """Take in about `most_bytes` more; returns how many that were: 0 when it is through."""
         left = self._bytes.numel() - self._at
-        count = min(
-            max(4, most_bytes // 4 * 4), left
-        )  # in whole words but for the end: slices change nothing
+        count = min(max(4, most_bytes // 4 * 4), left)  # whole words but for the end: slices change nothing
         if count <= 0:
             return 0
         part = self._bytes[self._at : self._at + count]
@@ -94,18 +95,17 @@ class Probe:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._groups: dict[np.dtype[Any], _Views] = {}
+        groups: dict[np.dtype[Any], list[tuple[int, np.ndarray, np.ndarray]]] = {}
         devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for number, tensor in enumerate(tensors):
             if not _can_be_probed(tensor):
                 continue
             if tensor.device.type == "cpu":
                 words = _memory_of(tensor.detach())
-                self._groups.setdefault(words.dtype, _Views()).add(number, words, offsets_of(tensor))
+                groups.setdefault(words.dtype, []).append((number, words, offsets_of(tensor)))
             else:
                 devices.setdefault(tensor.device, []).append((number, tensor.detach()))
-        for views in self._groups.values():
-            views.make_room()
+        self._views = [_Views(parts) for parts in groups.values()]
         self._devices = [_device_probe(device, of) for device, of in devices.items()]
 
     @property
@@ -115,31 +115,26 @@ class Probe:
 
     def note(self) -> None:
         """Remember what is there now."""
-        for each in (*self._groups.values(), *self._devices):
+        for each in (*self._views, *self._devices):
             each.note()
 
     def differs(self) -> bool:
         """Whether anything is not as it was when it was noted."""
-        return any(each.differs() for each in (*self._devices, *self._groups.values()))
+        return any(each.differs() for each in (*self._devices, *self._views))
 
     def changed(self) -> set[int]:
         """The numbers of the tensors that are not as they were."""
-        return set().union(*(each.changed() for each in (*self._groups.values(), *self._devices)))
+        return set().union(*(each.changed() for each in (*self._views, *self._devices)))
 
 
 class _Views:
     """Values of tensors on the CPU that have one size."""
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, np.ndarray, np.ndarray]] = []  # number, memory, places
-        self._found = np.zeros(0)
+    def __init__(self, parts: list[tuple[int, np.ndarray, np.ndarray]]) -> None:
+        """`parts` are the number of a tensor, its memory, and the places in it."""
+        self._parts = parts
+        self._found = np.empty(sum(len(places) for _, _, places in parts), parts[0][1].dtype)
         self._seen = b""
-
-    def add(self, number: int, memory: np.ndarray, places: np.ndarray) -> None:
-        self._parts.append((number, memory, places))
-
-    def make_room(self) -> None:
-        self._found = np.empty(sum(len(places) for _, _, places in self._parts), self._parts[0][1].dtype)
 
     def _read(self) -> bytes:
         at, found = 0, self._found
@@ -209,8 +204,7 @@ def _can_be_probed(tensor: torch.Tensor) -> bool:
 class _GatheringProbe:
     """Words of tensors on an accelerator, gathered by torch's own operators."""
 
-    def __init__(self, device: torch.device, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._device = device
+    def __init__(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._numbers = [number for number, _ in tensors]
         self._tensors = [tensor for _, tensor in tensors]
         self._seen: list[bytes] = []
@@ -247,4 +241,68 @@ def _device_probe(device: torch.device, tensors: Sequence[tuple[int, torch.Tenso
 
         if cuda_probe.is_available():
             return cuda_probe.CudaProbe(device, tensors, offsets_of)
-    return _GatheringProbe(device, tensors)
+    return _GatheringProbe(tensors)
+
+
+# --- as they were last read ----------------------------------------------------------------------
+
+
+class KnownTensors:
+    """A model's tensors as they were at the last reading, each once.
+
+    Holds names, version counters, addresses, checksums and a probe of the values.
+    """
+
+    def __init__(self, structure: ModelStructure, present: list[torch.Tensor | None]) -> None:
+        self.ids = list(map(id, present))
+        picks: dict[int, int] = {}
+        for number, tensor in enumerate(present):
+            if tensor is not None and number not in structure.skipped:
+                picks.setdefault(id(tensor), number)
+        self._picks = list(picks.values())
+        self.numbers = {key: number for number, key in enumerate(picks)}  # by id
+        tensors = self.tensors(present)
+        self.names = [structure.tensor_names[number] for number in self._picks]
+        self.versions, self.places = versions_of(tensors), places_of(tensors)
+        self.kinds = [f"{tensor.dtype}|{tuple(tensor.shape)}|{tensor.device.type}" for tensor in tensors]
+        self.probe = Probe(tensors)
+        self.probe.note()
+        self.checksums: list[bytes] = []
+        self.device_types = {"cpu", *(tensor.device.type for tensor in tensors if not tensor.is_meta)}
+        self.is_elsewhere = any(tensor.is_meta for tensor in tensors)  # their values are not known
+        self.nbytes = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+
+    def tensors(self, present: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Those of `present` that are looked at; it must hold the same tensors as at the last reading."""
+        return [present[number] for number in self._picks]  # type: ignore[misc]  # None is never picked
+
+    def is_same(self, present: list[torch.Tensor | None]) -> bool:
+        """Whether no tensor was replaced, moved, or written to in a way that torch counts."""
+        if list(map(id, present)) != self.ids:
+            return False
+        tensors = self.tensors(present)
+        return versions_of(tensors) == self.versions and places_of(tensors) == self.places
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The version counters that torch moves with each write it sees."""
+    try:
+        return [each._version for each in tensors]
+    except RuntimeError:  # inference tensors have none
+        return [0 if each.is_inference() else each._version for each in tensors]
+
+
+def places_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Where their memory begins."""
+    try:
+        return [each.data_ptr() for each in tensors]
+    except RuntimeError:
+        return [place_of(each) for each in tensors]
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins; 0 if it has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0

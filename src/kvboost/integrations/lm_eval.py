@@ -10,10 +10,8 @@ lm_eval has no plug-in discovery: importing this module registers the model name
 from __future__ import annotations
 
 try:
-    from kvboost.integrations.harness.command import INTERRUPTED, main
-    from kvboost.integrations.harness.model import NAME, KVBoostLM
-    from kvboost.integrations.harness.stop_text import StopText
-    from kvboost.integrations.harness.tasks import evaluate
+    from kvboost.integrations.harness.command import INTERRUPTED, evaluate, main
+    from kvboost.integrations.harness.model import NAME, KVBoostLM, StopText
 except ImportError as error:
     if __name__ == "__main__":
         raise SystemExit(f"error: {error}") from error

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as functional
 
 from kvboost.compat import text_config
-from kvboost.identity.attention_name import own_name
+from kvboost.identity.structure import own_name
 from kvboost.kernels.partial import merged, partial_attention
 from kvboost.kernels.scope import AttentionCall, model_attention
 from kvboost.kernels.windows import windows_of

@@ -254,8 +254,8 @@ def why_not(call: AttentionCall) -> str:
 def tile_of(group: int, head_dim: int, dtype: torch.dtype, queries: int) -> Tile:
     """Rows of a program, for few and for many rows, where a forward has so many queries."""
     least = max(16, _power_of_two(group))
-    if dtype is torch.float32:
-        return Tile(least, max(least, 64 if head_dim <= 128 else 32))
+    if dtype is torch.float32:  # without tensor cores: larger ones take long to compile, and are no faster
+        return Tile(least, max(least, 32 if head_dim <= 128 else 16))
     many = 128 if queries * group > 1024 and head_dim <= 128 else 64
     return Tile(least, max(least, many))
 
@@ -307,10 +307,9 @@ def _launch(
 ) -> None:
     query, key, value = call.query, call.key, call.value
     _, heads, _, head_dim = query.shape
-    wide_dim = max(_power_of_two(head_dim), _power_of_two(value.shape[3]))
     keys, stages = 64, 2  # on an H200 no other choice was faster
     if query.dtype is torch.float32:
-        keys, stages = 32, 1 if wide_dim > 128 else 2
+        keys = 16
     _attend_items[(len(items), key.shape[1])](
         query,
         key,

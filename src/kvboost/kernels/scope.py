@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvboost import locks
 from kvboost.compat import attention_function, mask_function, text_config
-from kvboost.identity.attention_name import BORROWED_NAMES, BorrowedName, own_name
+from kvboost.identity.structure import BORROWED_NAMES, BorrowedName, own_name
 
 NAME = "kvboost_folded"  # of ours in the config of a model whose own attention is sdpa
 # Arguments that do not change what attention computes.

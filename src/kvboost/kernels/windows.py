@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvboost.compat import comparable, probing, text_config
 from kvboost.errors import UnsupportedModelError
-from kvboost.identity.attention_name import own_name
+from kvboost.identity.structure import own_name
 from kvboost.kernels.scope import AttentionCall, forward_scope
 
 _TOKENS = 3  # enough to tell a sliding window from a chunk, which does not move with every token

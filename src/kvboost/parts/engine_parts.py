@@ -183,7 +183,7 @@ class EngineParts:
     def forget_all(self) -> None:
         """Drop everything, on disk too: weights changed unnoticed, so stored KV cannot be trusted."""
         self.drop_arenas()
-        self.reader.forget_answers()
+        self.reader.answers.clear()
         self.manager.drop_all()
         self.manager.count_failure(SURPRISE_REASON)
         if self.disk is not None:
@@ -192,7 +192,7 @@ class EngineParts:
     def clear(self) -> None:
         """Forget all cached text that is not pinned, on disk too, and remembered answers."""
         self.drop_arenas()
-        self.reader.forget_answers()
+        self.reader.answers.clear()
         if self.disk is not None:
             self.disk.clear()
         else:
@@ -204,7 +204,7 @@ class EngineParts:
         if self.disk is not None:
             self.fit.weights_changed()  # KV of other weights must not outlive the process
             self.disk.close()
-        self.reader.forget_answers()
+        self.reader.answers.clear()
         self.manager.drop_all()
         self.fit.close()
 
@@ -214,6 +214,6 @@ class EngineParts:
             **self.manager.stats(),
             "workspace_bytes": sum(each.nbytes for each in self.arena_holders),
             "packed_weights_bytes": linears.packed_bytes(self.model),
-            "remembered_answers_bytes": self.reader.answers_bytes,
+            "remembered_answers_bytes": self.reader.answers.size_bytes,
         }
         return stats if self.disk is None else {**stats, "disk": self.disk.stats()}

@@ -12,15 +12,15 @@ import os
 import statistics
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from kvboost.environment import cache_folder
 from kvboost.errors import CacheFileError, InvalidRequestError
 from kvboost.proof.documents import groups_of, make_cases
-from kvboost.proof.quality import Measured, ReusesText, ReuseTrial
+from kvboost.proof.fresh_engine import ReusesText
+from kvboost.proof.quality import Measured, ReuseTrial
 
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 DEFAULT_PROMPTS = 12
@@ -107,16 +107,8 @@ def save(calibration: Calibration) -> Path:
     """Keep `calibration` in the cache folder, in one step."""
     path = path_of(calibration.family, calibration.selector)
     path.parent.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "model": calibration.model,
-        "family": calibration.family,
-        "selector": calibration.selector,
-        "errors": {f"{ratio:g}": error for ratio, error in sorted(calibration.errors.items())},
-        "prompts": calibration.prompts,
-        "measured_at": calibration.measured_at,
-    }
+    errors = {f"{ratio:g}": error for ratio, error in sorted(calibration.errors.items())}
+    document = {"format": _FORMAT, "version": _VERSION, **asdict(calibration), "errors": errors}
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_text(json.dumps(document, indent=2) + "\n")

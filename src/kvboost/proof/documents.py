@@ -120,14 +120,11 @@ def make_cases(tokenizer: Any, groups: Sequence[Group], count: int, seed: int) -
     """`count` cases, the groups taking turns. Texts of one case have nothing in common."""
     random = Random(seed)
     writer = PromptWriter(tokenizer)
-    shelves = {span: Shelf(tokenizer, *span, random.randrange(2**32)) for span in _lengths(groups)}
+    lengths = dict.fromkeys(group.tokens_each for group in groups)
+    shelves = {span: Shelf(tokenizer, *span, random.randrange(2**32)) for span in lengths}
     for number in range(count):
         group = groups[number % len(groups)]
         yield _make_case(writer, shelves[group.tokens_each], group, random)
-
-
-def _lengths(groups: Sequence[Group]) -> list[Span]:
-    return list(dict.fromkeys(group.tokens_each for group in groups))
 
 
 def _make_case(writer: PromptWriter, shelf: Shelf, group: Group, random: Random) -> Case:
@@ -165,7 +162,7 @@ class Shelf:
     def take(self, count: int) -> list[str]:
         """`count` pieces that have nothing in common."""
         if len(self._pieces) < count:
-            self._pieces = self._cut_all()
+            self._pieces = [piece for topic in self._topics for piece in self._cut(topic)]
             self._random.shuffle(self._pieces)
         if len(self._pieces) < count:
             raise InvalidRequestError(
@@ -173,9 +170,6 @@ class Shelf:
                 f"{count} were asked for; choose shorter or fewer documents"
             )
         return [self._pieces.pop() for _ in range(count)]
-
-    def _cut_all(self) -> list[str]:
-        return [piece for topic in self._topics for piece in self._cut(topic)]
 
     def _cut(self, topic: list[tuple[str, int]]) -> Iterator[str]:
         """Whole sentences in a row until a random length in the range is reached.

@@ -8,46 +8,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
 from kvboost.choices import AssemblyMode
-from kvboost.identity.namespace import Namespace
 from kvboost.kv import rope
 from kvboost.kv.arena import Arena
-from kvboost.kv.layout import KVLayout
+from kvboost.proof.fresh_engine import ReusesText
 from kvboost.reuse import repair, strategies
-from kvboost.reuse.assembler import Lookup, PromptAssembler
+from kvboost.reuse.assembler import Lookup
 from kvboost.reuse.plan import ReusePlan
 from kvboost.reuse.repair import RepairStrategy, positions_of
 from kvboost.run import decode
 from kvboost.settings import EngineSettings
 
 METHODS = tuple(strategies.STRATEGIES)
-
-
-class ReusesText(Protocol):
-    """An engine, as far as trials need one."""
-
-    model: Any
-    tokenizer: Any
-    layout: KVLayout
-    assembler: PromptAssembler
-
-    def namespace(self, cache_salt: str | None = None) -> Namespace:
-        """Whose KV it is."""
-        ...
-
-    def warm(self, text: Any) -> Any:
-        """Read a text and keep its KV."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all cached text."""
-        ...
 
 
 @dataclass(frozen=True)

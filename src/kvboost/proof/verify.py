@@ -18,12 +18,18 @@ from transformers import LogitsProcessorList
 from kvboost import html_view
 from kvboost.choices import GenerationMode, Origin
 from kvboost.errors import InvalidRequestError
-from kvboost.proof.checks.bounds import divergence, max_kl
-from kvboost.proof.checks.check import APPROXIMATE, EXACT, QUANTIZED, Check
-from kvboost.proof.checks.plan import run_checks
-from kvboost.proof.checks.recorder import Recorder
-from kvboost.proof.checks.stock import some_text
-from kvboost.proof.verifiable import Verifiable
+from kvboost.proof.checks import run_checks
+from kvboost.proof.fresh_engine import Verifiable
+from kvboost.proof.measures import (
+    APPROXIMATE,
+    EXACT,
+    QUANTIZED,
+    Check,
+    Recorder,
+    divergence,
+    max_kl,
+    some_text,
+)
 from kvboost.requests.prompts import Prompt
 
 _SYNTHETIC_TOKENS = 400

@@ -1,22 +1,113 @@
 """Chat messages to token ids: the template's text, with remembered answers in their places.
 
-Whatever is spliced, the ids spell the template's text and have exactly the control tokens (special ones, and
-others that are matched in text) that encoding it gives. Knows the tokenizer and its template, no model.
+Encoding an answer's text again need not give the tokens that were generated, so their ids are kept, by salt
+and text within a budget. Whatever is spliced, the ids spell the template's text and have exactly the control
+tokens (special ones, and others that are matched in text) that encoding it gives. Knows the tokenizer and its
+template, no model.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvboost.errors import InvalidRequestError
-from kvboost.requests.answers import RememberedAnswers
+from kvboost.locks import fork_safe_lock
 from kvboost.requests.encoding import ReadingBounds, TextEncoder, check_text
 
 _MARK = "\u2063kvboost{}\u2063"  # stands for an answer while a template is rendered
 _MARKS = re.compile(_MARK.format("([0-9]+)"))
 _SEAM_TOKENS = 8  # compared on each side of a seam: are both sides spelled as they are alone?
+_MAX_ANSWERS = 4_096
+_MAX_ANSWER_BYTES = 64 << 20  # of all remembered answers: their ids, their texts and what keeps them
+_ENTRY_BYTES = 400
+
+
+@dataclass
+class Answer:
+    """An answer as it was generated; `is_spelled`: do its ids spell its text? None = not known yet."""
+
+    token_bytes: bytes  # 4 for each id
+    size_bytes: int
+    is_spelled: bool | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids: list[int] = np.frombuffer(self.token_bytes, dtype=np.int32).tolist()
+        return ids
+
+
+class RememberedAnswers:
+    """Answers by salt and text. Thread-safe.
+
+    When there are too many, or they are too large, the salt that has the most loses its least recently used
+    one. So no tenant can push out the answers of another.
+    """
+
+    def __init__(self) -> None:
+        self._by_salt: dict[str, OrderedDict[str, Answer]] = {}
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._lock = fork_safe_lock(around_data=True)
+        self._total = 0
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return self._total
+
+    def get(self, salt: str, text: str) -> Answer | None:
+        """The answer, which counts as used."""
+        with self._lock:
+            answers = self._by_salt.get(salt)
+            if answers is None or text not in answers:
+                return None
+            answers.move_to_end(text)
+            return answers[text]
+
+    def put(self, salt: str, text: str, ids: Sequence[int]) -> None:
+        """Keep an answer in place of an earlier one with this text."""
+        packed = np.asarray(ids, dtype=np.int32).tobytes()
+        size = len(packed) + sys.getsizeof(text) + sys.getsizeof(salt) + _ENTRY_BYTES
+        if size > _MAX_ANSWER_BYTES:
+            return
+        with self._lock:
+            self._drop(salt, text)
+            self._by_salt.setdefault(salt, OrderedDict())[text] = Answer(packed, size)
+            self._book(salt, 1, size)
+            while len(self) > _MAX_ANSWERS:
+                self._drop_oldest(max(self._counts, key=self._counts.__getitem__))
+            while self.size_bytes > _MAX_ANSWER_BYTES:
+                self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            for salt in list(self._by_salt):
+                while salt in self._by_salt:
+                    self._drop_oldest(salt)
+
+    def _drop_oldest(self, salt: str) -> None:
+        self._drop(salt, next(iter(self._by_salt[salt])))
+
+    def _drop(self, salt: str, text: str) -> None:
+        answers = self._by_salt.get(salt)
+        answer = answers.pop(text, None) if answers is not None else None
+        if answer is not None:
+            self._book(salt, -1, -answer.size_bytes)
+
+    def _book(self, salt: str, count: int, size: int) -> None:
+        self._counts[salt] += count
+        self._bytes[salt] += size
+        self._total += count
+        self.size_bytes += size
+        if not self._counts[salt]:
+            del self._by_salt[salt], self._counts[salt], self._bytes[salt]
 
 
 class ChatReader:
@@ -30,9 +121,10 @@ class ChatReader:
         self._spelled = encoder.spelled
 
     def read(
-        self, messages: list[dict[str, Any]], salt: str, warming: bool, bounds: ReadingBounds
+        self, chat: Sequence[Any], salt: str, warming: bool, bounds: ReadingBounds
     ) -> tuple[list[int], str]:
-        """The ids of checked messages, and the template's text. With `warming`, no answer is asked for."""
+        """The ids of messages, and the template's text. With `warming`, no answer is asked for."""
+        messages = _checked_messages(chat)
         bounds.go_on()
         text = self._render(messages, warming)
         self._encoder.check_length(text, bounds)
@@ -151,12 +243,7 @@ class ChatReader:
         return not before or self._spelled(before + after) == self._spelled(before) + self._spelled(after)
 
 
-def is_messages(prompt: Any) -> bool:
-    """Whether a prompt is a chat."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def checked_messages(prompt: Any) -> list[dict[str, Any]]:
+def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
     """Copies of messages that have text as role and content; others are refused by number."""
     messages = []
     for index, message in enumerate(prompt):

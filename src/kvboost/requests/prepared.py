@@ -46,13 +46,6 @@ class PreparedPrompt(dict[str, Any]):
         self._was_changed = False
 
     @classmethod
-    def ready(
-        cls, model: Any, token_ids: np.ndarray, arena: Arena, spans: tuple[Span, ...], namespace: Namespace
-    ) -> PreparedPrompt:
-        """With an arena that holds what is known."""
-        return cls(model, token_ids, arena, spans, namespace)
-
-    @classmethod
     def gated(cls, model: Any, token_ids: np.ndarray, reason: str) -> PreparedPrompt:
         """With an empty stock cache: this prompt's KV can be neither reused nor stored."""
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))

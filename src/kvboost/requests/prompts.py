@@ -1,8 +1,7 @@
 """From what a caller passes (text, token ids, chat messages) to the token ids the model reads.
 
-The reader remembers its own answers, so that the next turn of a chat finds its KV again: `answers` keeps
-them, `chats` puts them where the same answer comes back in messages. Knows the tokenizer, no model and no
-cache.
+The reader remembers its own answers, so that the next turn of a chat finds its KV again: `chats` keeps them,
+and puts them where the same answer comes back in messages. Knows the tokenizer, no model and no cache.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvboost.errors import InvalidRequestError
-from kvboost.requests.answers import RememberedAnswers
-from kvboost.requests.chats import ChatReader, checked_messages, is_messages
+from kvboost.requests.chats import ChatReader, RememberedAnswers
 from kvboost.requests.encoding import UNBOUNDED, ReadingBounds, TextEncoder, check_text
 
 Message: TypeAlias = Mapping[str, Any]
@@ -42,21 +40,11 @@ class PromptReader:
     """Tokenizes prompts and remembers answers, per salt and bounded."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._encoder = TextEncoder(tokenizer)
-        self._answers = RememberedAnswers()
-        self._chats = ChatReader(self._encoder, self._answers)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer that it reads with."""
-        return self._tokenizer
-
-    @property
-    def answers_bytes(self) -> int:
-        """Memory that remembered answers take."""
-        return self._answers.size_bytes
+        self.answers = RememberedAnswers()
+        self._chats = ChatReader(self._encoder, self.answers)
 
     def read(
         self,
@@ -75,12 +63,12 @@ class PromptReader:
             if warming:
                 ids = self._encoder.without_trailing_special(ids, prompt)
             text = prompt
-        elif is_messages(prompt):
-            ids, text = self._chats.read(checked_messages(prompt), salt, warming, bounds)
+        elif isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            ids, text = self._chats.read(prompt, salt, warming, bounds)
         else:
             found = self._checked_ids(prompt)
             self._check(found)
-            return TokenizedPrompt(found, lambda: str(self._tokenizer.decode(found.tolist())))
+            return TokenizedPrompt(found, lambda: str(self.tokenizer.decode(found.tolist())))
         if not text:  # a tokenizer may put special tokens around nothing
             ids = []
         tokens = np.asarray(ids, dtype=np.int64)
@@ -118,15 +106,11 @@ class PromptReader:
         while ids and ids[-1] in special:
             ids.pop()
         if ids and text and special.isdisjoint(ids):
-            self._answers.put(salt, text, ids)
-
-    def forget_answers(self) -> None:
-        """Drop all remembered answers."""
-        self._answers.clear()
+            self.answers.put(salt, text, ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of generated ids, special tokens left out."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _check(self, ids: np.ndarray, what: str = "prompt") -> None:
         if not len(ids):

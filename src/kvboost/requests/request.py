@@ -228,12 +228,7 @@ class RequestReader:
         self._model = model
         self._prompts = prompts
         self._exact_range = rope.exact_range_tokens(model)
-        self._max_positions = rope.max_positions(model)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Positions that the model has."""
-        return self._max_positions
+        self.max_positions = rope.max_positions(model)  # that the model has; None = any number
 
     def read(
         self,
@@ -345,10 +340,10 @@ class RequestReader:
         """Refuse what needs more positions than the model has."""
         if given < 0:
             raise InvalidRequestError(f"position_offset must be at least 0, got {given}")
-        if self._max_positions is not None and needed > self._max_positions:
+        if self.max_positions is not None and needed > self.max_positions:
             raise InvalidRequestError(
                 f"{what} need {needed} positions ({given} + {needed - given}), "
-                f"the model has {self._max_positions}"
+                f"the model has {self.max_positions}"
             )
 
     def is_gated(self, tokens: int) -> bool:

@@ -32,7 +32,7 @@ from kvboost.server.settings import ServerSettings
 from kvboost.server.text import TokenNames
 from kvboost.server.ticket import ShuttingDownError, Ticket, TokenQueue
 from kvboost.server.worker import Worker
-from kvboost.store.miss_reasons import without_tokens
+from kvboost.store.forest import without_tokens
 
 FINGERPRINT = f"kvboost-{__version__}"
 T = TypeVar("T")

@@ -1,93 +1,83 @@
-"""The chunk store that all threads share: it owns the lock around the pool of chunks.
+"""The chunks that all threads share: put into tree and budget, held, evicted, dropped, lost.
 
-Every public method takes the lock itself; `with store.lock` makes several calls one step. Nobody waits for a
-forward of the model under it. Does not know how KV is made.
+Joins the prefix trees (which tokens are known), the budget (what fits, who goes) and the shields (what must
+stay). A chunk whose KV is saved on disk stays in the tree when its tensors go (it is cold then) and takes no
+room. Whoever asks or tells it anything holds its `lock`, and nobody waits for a forward of the model under
+it. Does not know how KV is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvboost.identity.namespace import Namespace
-from kvboost.kv.codec import KeptChunk
+from kvboost.kv.codec import KeptChunk, StoredKV
 from kvboost.locks import fork_safe_rlock
+from kvboost.models import chained_hash_from_bytes, token_bytes
 from kvboost.store import prefix_tree
-from kvboost.store.budget import MemoryTier
-from kvboost.store.content_index import FoundRun
-from kvboost.store.disk_ledger import DiskLedger
-from kvboost.store.entries import StoredChunk, StoreEntry
-from kvboost.store.pool import ChunkPool, Room
+from kvboost.store.budget import Borrowers, MemoryTier, SavedKeys, Shields, StoredChunk, StoreEntry
+from kvboost.store.forest import Forest
 from kvboost.store.prefix_tree import TreeNode, Walk
 
 _MAX_EMPTY_ROOTS = 1_024  # every salt has a root; those without chunks are dropped beyond this
 
 
+@dataclass(eq=False)
+class Room:
+    """Room charged for a chunk that is being made, to stand behind `parent` with the tokens `span`."""
+
+    key: str
+    parent: TreeNode
+    span: bytes
+    size_bytes: int
+    replaced: StoreEntry | None = None  # the shorter chunk that went for it
+
+
 class ChunkStore:
-    """Finds, holds, stores and forgets chunks, from any thread."""
+    """Chunks by key. Its parts are asked and told directly; only the store adds and drops chunks."""
 
     def __init__(self, budget: MemoryTier) -> None:
         self.lock = fork_safe_rlock(around_data=True)
-        self._pool = ChunkPool(budget)
-        self.on_disk = DiskLedger(self._pool, self.lock)
+        self.budget = budget
+        self.forest = Forest()
+        self.saved = SavedKeys()
+        self._entries: dict[str, StoreEntry] = {}
+        self.entries: Mapping[str, StoreEntry] = self._entries  # for all others to read
+        self.shields = Shields(self._entries, budget)
+        self.borrowers = Borrowers()
+        self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
+        self._num_lost = 0  # chunks whose KV is lost and that somebody still reads
+        self._num_storing = 0  # texts that are being stored
+        self._num_evicted = 0
 
     # --- finding ------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._pool.entries)
-
-    def entry(self, key: str) -> StoreEntry | None:
-        """The chunk with this key, or None."""
-        return self._pool.entries.get(key)
-
-    def entries(self) -> dict[str, StoreEntry]:
-        """All chunks by key, as they are now."""
-        with self.lock:
-            return dict(self._pool.entries)
-
-    def nodes(self, namespace_key: str) -> list[TreeNode]:
-        """The nodes of a namespace's tree, each after its parent."""
-        with self.lock:
-            root = self._pool.forest.get(namespace_key)
-            return prefix_tree.below(root) if root is not None else []
-
-    def walk(self, raw: bytes, namespace: Namespace) -> Walk | None:
-        """How far the text `raw` is known; None where nothing of the namespace is."""
-        with self.lock:
-            root = self._pool.forest.get(namespace.key)
-            return prefix_tree.walk(root, raw) if root is not None else None
-
     def chunks_of(self, nodes: Sequence[TreeNode]) -> tuple[list[KeptChunk], str]:
         """The chunks of `nodes`, in order, up to one whose KV is lost; and why that one is."""
-        with self.lock:
-            entries = self._pool.entries
-            chunks = [entries[node.key].chunk for node in nodes]
-            if self._pool.num_lost:
-                for number, node in enumerate(nodes):
-                    if lost := entries[node.key].lost:
-                        return chunks[:number], lost
-            return chunks, ""
+        chunks = [self._entries[node.key].chunk for node in nodes]
+        if self._num_lost:
+            for number, node in enumerate(nodes):
+                if lost := self._entries[node.key].lost:
+                    return chunks[:number], lost
+        return chunks, ""
 
-    def find_runs(
-        self, raw: bytes, namespace: Namespace, start: int, end: int, min_tokens: int
-    ) -> list[FoundRun]:
-        """Text of the prompt positions `[start, end)` that stands anywhere in the namespace, in order."""
-        entries, tainted_key = self._pool.entries, namespace.tainted().key
+    def stored(self, entry: StoreEntry) -> StoredChunk:
+        """A chunk with its namespace, as it goes into a file."""
+        namespace = self.forest.namespace(entry.root_key)
+        return StoredChunk(namespace.key, namespace.content_key, entry.chunk)
 
-        def rank(node: TreeNode) -> tuple[bool, int]:
-            """Exact donors first, then those that were read behind more text: they transfer better."""
-            return entries[node.key].root_key != tainted_key, node.start
-
-        with self.lock:
-            index = self._pool.forest.content(namespace.content_key)
-            if index is None or end - start < min_tokens:
-                return []
-            return list(index.find(raw, start, end, min_tokens=min_tokens, rank=rank))
-
-    def why_missing(self, raw: bytes, namespace: Namespace, walk: Walk | None) -> str:
-        """Why the tokens after what `walk` found were not found."""
-        with self.lock:
-            return self._pool.forest.why_missing(raw, namespace, walk, self._pool.evicted)
+    def parent_of(self, stored: StoredChunk, family: str) -> TreeNode | None:
+        """Where a chunk from a file belongs; None where what it follows is not known, or is another text."""
+        chunk = stored.chunk
+        parent: TreeNode | None = self.forest.root_of_file(stored.namespace_key, stored.content_key, family)
+        if chunk.parent_hash != stored.namespace_key:
+            above = self._entries.get(chunk.parent_hash)
+            parent = above.node if above is not None else None
+        if parent is None:
+            return None
+        is_right = chained_hash_from_bytes(token_bytes(chunk.token_ids), parent.key) == chunk.chunk_id
+        return parent if is_right else None
 
     # --- readers, uses and pins ---------------------------------------------------------------
 
@@ -96,36 +86,41 @@ class ChunkStore:
 
         With `chunk`, only that one, or one that is exact: then equal text has equal KV.
         """
-        with self.lock:
-            entry = self._pool.entries.get(key)
-            is_other = entry is not None and chunk is not None and entry.chunk is not chunk
-            if entry is None or (is_other and self._pool.forest.namespace(entry.root_key).base):
-                return None
-            self._pool.shields.hold(entry)
-            return entry
+        entry = self._entries.get(key)
+        is_other = entry is not None and chunk is not None and entry.chunk is not chunk
+        if entry is None or (is_other and self.forest.namespace(entry.root_key).base):
+            return None
+        self.shields.hold(entry)
+        return entry
 
-    def release(self, entry: StoreEntry) -> None:
-        """End one hold of `entry`, unless another chunk has its key by now."""
-        with self.lock:
-            if self._pool.entries.get(entry.node.key) is entry:
-                self._pool.unhold(entry)
+    def hold_all(self, family: str) -> list[StoredChunk]:
+        """All chunks of a family but composites, each after its parent. They are held."""
+        nodes = [node for root in self.forest.roots(family) for node in prefix_tree.below(root)]
+        found = [entry for node in nodes if (entry := self._entries[node.key]).chunk.composite is None]
+        for entry in found:
+            self.shields.hold(entry)
+        return [self.stored(entry) for entry in found]
 
-    def unhold(self, key: str) -> None:
-        """End one hold."""
-        with self.lock:
-            entry = self._pool.entries.get(key)
-            if entry is not None:
-                self._pool.unhold(entry)
+    def unhold(self, key: str, entry: StoreEntry | None = None) -> None:
+        """End one hold, of `entry` if it is given: another chunk may have its key by now.
 
-    def hand_on(self, parent: TreeNode, child: TreeNode) -> None:
-        """Move a reader from `parent` to its child."""
-        with self.lock:
-            self._pool.shields.hand_on(parent, child)
+        With the last reader goes what is lost.
+        """
+        held = self._entries.get(key)
+        if held is not None and (entry is None or entry is held):
+            self.shields.unhold(held)
+            if self._num_lost:
+                self._drop_lost()
 
     def touch(self, keys: Iterable[str]) -> None:
         """Count one use of each of these chunks."""
-        with self.lock:
-            self._pool.touch(keys)
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.chunk.touch()
+                self.saved.note_used(key)
+                if not entry.is_cold:
+                    self.budget.touch(key, entry.uses)
 
     def discount_uses(self, walk: Walk) -> None:
         """Take back uses that say nothing about popularity, now that a text goes on behind `walk`.
@@ -133,110 +128,268 @@ class ChunkStore:
         A chat that goes on from where its last turn ended is no second reader of its own chunks, and a
         text that leaves a chunk in the middle brings a chunk of its own for the part they share.
         """
-        with self.lock:
-            left_inside = () if walk.partial is None else (walk.partial,)
-            for node in reversed(left_inside if walk.node.children else walk.path):
-                self._pool.discount_use(self._pool.entries[node.key])
+        left_inside = () if walk.partial is None else (walk.partial,)
+        for node in reversed(left_inside if walk.node.children else walk.path):
+            entry = self._entries[node.key]
+            entry.discounted = min(entry.discounted + 1, entry.chunk.access_count)
+            if not entry.is_cold:
+                self.budget.touch(entry.key, entry.uses)
 
     def pin(self, key: str, change: int) -> bool:
         """Add a pin to a chunk, or take one away; False where there is none to take."""
-        with self.lock:
-            entry = self._pool.entries[key]
-            if entry.pins + change < 0:
-                return False
-            self._pool.shields.pin(entry, change)
-            return True
+        entry = self._entries[key]
+        if entry.pins + change < 0:
+            return False
+        self.shields.pin(entry, change)
+        return True
 
     def unpin_all(self) -> None:
         """Take all pins away."""
-        with self.lock:
-            for entry in self._pool.entries.values():
-                if entry.pins:
-                    self._pool.shields.pin(entry, -entry.pins)
+        for entry in self._entries.values():
+            if entry.pins:
+                self.shields.pin(entry, -entry.pins)
 
-    # --- storing ------------------------------------------------------------------------------
-
-    def root(self, namespace: Namespace) -> TreeNode:
-        """The root of a namespace's tree, made where there is none."""
-        with self.lock:
-            return self._pool.forest.root(namespace)
-
-    def parent_of(self, stored: StoredChunk, family: str) -> TreeNode | None:
-        """Where a chunk from a file belongs; None where what it follows is not known, or is another text."""
-        with self.lock:
-            return self._pool.parent_of(stored, family)
+    # --- adding -------------------------------------------------------------------------------
 
     def begin_storing(self, parent: TreeNode) -> None:
         """Hold the chunk that new ones are to follow, or its root, until `end_storing`."""
-        with self.lock:
-            self._pool.num_storing += 1
-            self.hold(parent.key)
+        self._num_storing += 1
+        self.hold(parent.key)
 
     def end_storing(self, held: TreeNode) -> None:
         """Nothing more is stored behind `held`, which has the reader of `begin_storing` by now."""
-        with self.lock:
-            self._pool.num_storing -= 1
-            self.unhold(held.key)
-            if len(self._pool.forest) > _MAX_EMPTY_ROOTS:
-                self._pool.prune_roots()
+        self._num_storing -= 1
+        self.unhold(held.key)
+        if len(self.forest) > _MAX_EMPTY_ROOTS:
+            self.prune_roots()
 
-    def fits(self, size_bytes: int, chunks: int = 1) -> bool:
-        """Whether so much more can be stored without evicting anything."""
-        with self.lock:
-            return self._pool.budget.fits(size_bytes, chunks)
+    def prune_roots(self) -> None:
+        """Drop the roots of namespaces that hold nothing."""
+        if self._num_storing == 0:  # otherwise an empty root may be about to get a child
+            self.forest.prune()
 
-    def reserve_or_reason(self, room: Room, replacing: TreeNode | None) -> Room | str:
-        """Charge room for a chunk that is about to be made, or say why there is none.
+    def reserve(self, room: Room, replacing: TreeNode | None) -> str:
+        """Charge room for a chunk that is about to be made; returns why there is none, "" where there is.
 
         The chunk `replacing`, which it begins with, goes for it, unless somebody needs that one.
         """
-        with self.lock:
-            return self._pool.reserve_or_reason(room, replacing)
+        if room.key in self._entries:
+            return "hash collision"
+        if room.key in self.reserved:
+            return "being stored"
+        if replacing is not None and (replacing.children or self._entries[replacing.key].readers):
+            replacing = None
+        if not self._make_room(room.size_bytes, replacing):
+            return "no room" if self.budget.could_ever_fit(room.size_bytes) else "larger than the budget"
+        if replacing is not None:
+            room.replaced = self._drop(replacing, successor=room.key)
+        self.budget.charge(room.size_bytes)
+        self.budget.keep(room.size_bytes)
+        self.reserved.add(room.key)
+        return ""
 
     def insert(self, room: Room, chunk: KeptChunk) -> TreeNode:
         """Put a chunk into its room; it takes over a reader that holds its parent."""
-        with self.lock:
-            return self._pool.insert(room, chunk)
+        self.reserved.discard(room.key)
+        self.budget.keep(-room.size_bytes, -1)
+        node = self._add(room.parent, room.span, chunk, room.size_bytes)
+        self.forest.evicted.forget(room.key)
+        self.shields.hand_on(room.parent, node)
+        if room.replaced is not None:
+            self.shields.move_pins(node, room.replaced.pins)
+        return node
 
     def cancel(self, room: Room) -> None:
-        """Give back the room of a chunk that was not made."""
-        with self.lock:
-            self._pool.cancel(room)
+        """Give back the room of a chunk that was not made; what it was to replace comes back."""
+        self.reserved.discard(room.key)
+        self.budget.keep(-room.size_bytes, -1)
+        self.budget.refund(room.size_bytes)
+        if room.replaced is not None:
+            self.borrowers.redirect(room.key, room.replaced.key)
+            self._put_back(room.parent, room.replaced)
+        self._drop_borrowers(room.key)
+
+    def _put_back(self, parent: TreeNode, old: StoreEntry) -> None:
+        """Take a dropped chunk in again, unless its room is taken by now, or its place is or will be.
+
+        A cold one comes back where the disk has not dropped it yet.
+        """
+        key = old.key
+        taken = key in self._entries or key in self.reserved
+        can_stay = key in self.saved.obsolete if old.is_cold else self.budget.fits(old.size_bytes)
+        if can_stay and not taken:
+            if not old.is_cold:
+                self.budget.charge(old.size_bytes)
+            self.saved.note_back(key)
+            self._add(parent, old.node.tokens, old.chunk, old.size_bytes, old.discounted)
+            self.shields.update_evictable(key)
+            self.shields.update_evictable(parent.key)
+        if key in self._entries:
+            self.shields.move_pins(self._entries[key].node, old.pins)
+            return
+        self.shields.move_pins(parent, old.pins)
+        if key not in self.reserved:
+            self._drop_borrowers(key)
+
+    def insert_cold(self, parent: TreeNode, chunk: KeptChunk) -> bool:
+        """Make a chunk known whose KV is on disk only; False where its text is known already."""
+        span = token_bytes(chunk.token_ids)
+        near, common = prefix_tree.best_child(parent, span)
+        is_known = near is not None and common == chunk.length
+        if is_known or chunk.chunk_id in self.reserved:
+            return False
+        self._add(parent, span, chunk, 0)
+        self.saved.note_found(chunk.chunk_id)
+        return True
+
+    def _add(
+        self, parent: TreeNode, span: bytes, chunk: KeptChunk, size_bytes: int, discounted: int = 0
+    ) -> TreeNode:
+        """Enter a chunk whose room is charged."""
+        node = prefix_tree.insert(parent, span, chunk.chunk_id, None)
+        root_key = parent.key if parent.is_root else self._entries[parent.key].root_key
+        entry = StoreEntry(chunk, node, size_bytes, root_key=root_key, discounted=discounted)
+        self._entries[node.key] = entry
+        if chunk.composite is None:
+            self.forest.index(node, root_key)
+        else:
+            self.borrowers.add(chunk)
+        if not entry.is_cold:
+            self.shields.count_warm_child(node, 1)
+            self.budget.touch(node.key, entry.uses)
+            if chunk.composite is None:
+                self.saved.note_new(node.key)
+        return node
+
+    # --- evicting -----------------------------------------------------------------------------
+
+    def _make_room(self, size: int, replacing: TreeNode | None) -> bool:
+        """Evict until `size` bytes fit, counting `replacing` as gone; False if they cannot."""
+        old = self._entries[replacing.key] if replacing is not None else None
+        is_warm = old is not None and not old.is_cold
+        credit = old.size_bytes if old is not None else 0
+        is_pinned = is_warm and old is not None and old.shields > 0
+        if not self.budget.could_fit(size - credit * is_pinned, 1 - is_pinned):
+            return False  # not at the expense of what is there
+        if old is not None:
+            self.budget.set_evictable(old.key, False)
+        while not self.budget.fits(size - credit, 0 if is_warm else 1):
+            victim = self.budget.next_victim()
+            if victim is None:
+                raise AssertionError("the budget promised room that is not there")
+            self._evict(self._entries[victim])
+        return True
+
+    def _evict(self, entry: StoreEntry) -> None:
+        """Let the tensors of an entry go; the chunk stays known where it is on disk."""
+        node = entry.node
+        if node.key in self.saved:
+            self.budget.forget(node.key)
+            self.budget.refund(entry.size_bytes)
+            entry.size_bytes = 0
+            entry.chunk.kv = entry.chunk.kv.without_tensors()
+            self.shields.count_warm_child(node, -1)
+        else:
+            self._drop_with_all_behind(node)
+            self.forest.evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
+        self._num_evicted += 1
+
+    def warm_up(self, entry: StoreEntry, kv: StoredKV) -> None:
+        """Take the tensors of a cold chunk in, where there is room, or other saved ones can make it."""
+        if not entry.is_cold or entry.lost or not self.budget.could_fit(kv.nbytes):
+            return
+        while not self.budget.fits(kv.nbytes):
+            victim = self.budget.next_victim()
+            if victim is None or victim not in self.saved:  # it would be gone for good
+                return
+            self._evict(self._entries[victim])
+        self.budget.charge(kv.nbytes)
+        entry.chunk.kv, entry.size_bytes = kv, kv.nbytes
+        if entry.shields:
+            self.shields.keep(entry, 1)
+        self.budget.touch(entry.key, entry.uses)
+        self.shields.count_warm_child(entry.node, 1)
+        self.shields.update_evictable(entry.key)
+
+    # --- dropping -----------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget everything that nobody holds or pinned."""
-        with self.lock:
-            self._pool.drop_evictable()
-            self._pool.evicted.clear()
-            self._pool.prune_roots()
+        """Forget every chunk that nobody holds or pinned, even where it is on disk."""
+        while (victim := self.budget.next_victim()) is not None:
+            self._drop_with_all_behind(self._entries[victim].node)
+        self.forest.evicted.clear()
+        self.prune_roots()
 
-    def hold_all(self, family: str) -> list[StoredChunk]:
-        """All chunks of a family but composites, each after its parent. They are held."""
-        with self.lock:
-            nodes = [node for root in self._pool.forest.roots(family) for node in prefix_tree.below(root)]
-            entries = [self._pool.entries[node.key] for node in nodes]
-            found = [entry for entry in entries if entry.chunk.composite is None]
-            for entry in found:
-                self._pool.shields.hold(entry)
-            return [self._pool.stored(entry) for entry in found]
+    def lose(self, entry: StoreEntry, reason: str) -> None:
+        """Drop a chunk whose KV is on disk no longer, with all that follows it, unless it is in RAM.
+
+        While somebody reads it, it only counts as lost and is no longer found.
+        """
+        if entry.is_cold and not entry.lost:
+            entry.lost = reason
+            self._num_lost += 1
+            self._drop_lost()
+
+    def _drop_lost(self) -> None:
+        """Drop what is lost and nobody reads; pins on it go to the chunk before it."""
+        for entry in [entry for entry in self._entries.values() if entry.lost]:
+            node, parent = entry.node, entry.node.parent
+            behind = [self._entries[lower.key] for lower in prefix_tree.below(node)]
+            if entry.key not in self._entries or any(each.readers for each in (entry, *behind)):
+                continue
+            pins = sum(each.pins for each in (entry, *behind))
+            self._drop_with_all_behind(node)
+            if parent is not None:
+                self.forest.evicted.remember(node.key, parent.key, len(node.tokens), entry.lost)
+                self.shields.move_pins(parent, pins)
+
+    def _drop_with_all_behind(self, node: TreeNode) -> None:
+        """Drop a chunk, and what follows it: nothing can be reached past a gap."""
+        for each in (*reversed(prefix_tree.below(node)), node):
+            if each.key in self._entries:
+                self._drop(each)
+
+    def _drop_borrowers(self, donor: str) -> None:
+        for borrower in self.borrowers.keys_of(donor):
+            if borrower in self._entries:
+                self._drop_with_all_behind(self._entries[borrower].node)
+
+    def _drop(self, node: TreeNode, successor: str | None = None) -> StoreEntry:
+        """Take a chunk out of tree and budget, with all composites that borrow from it.
+
+        Where the chunk `successor` begins alike and takes its place, they borrow from that one.
+        """
+        entry = self._entries[node.key]
+        if successor is not None:
+            self.borrowers.redirect(node.key, successor)
+        self._drop_borrowers(node.key)
+        if entry.chunk.composite is None:
+            self.forest.unindex(node, entry.root_key)
+        else:
+            self.borrowers.discard(entry.chunk)
+        self.shields.lift(entry)
+        if not entry.is_cold:
+            self.shields.count_warm_child(node, -1)
+            self.budget.refund(entry.size_bytes)
+        del self._entries[node.key]
+        prefix_tree.remove(node)
+        self.budget.forget(node.key)
+        self._num_lost -= bool(entry.lost)
+        self.saved.forget(node.key, replaced=successor is not None)
+        if node.parent is not None:
+            self.shields.update_evictable(node.parent.key)
+        return entry
 
     # --- accounts -----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Sizes at this moment."""
-        pool = self._pool
-        with self.lock:
-            return {
-                "chunks": pool.num_chunks_in_ram,
-                "chunks_on_disk_only": sum(entry.is_cold for entry in pool.entries.values()),
-                "bytes": pool.budget.used_bytes,
-                "max_chunks": pool.budget.max_entries,
-                "max_bytes": pool.budget.max_bytes,
-                "pinned_chunks": pool.shields.num_pinned(),
-                "evicted_chunks": pool.num_evicted,
-            }
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where tree, entries and budget disagree. For tests."""
-        with self.lock:
-            self._pool.check_integrity()
+        return {
+            "chunks": self.budget.used_entries - len(self.reserved),
+            "chunks_on_disk_only": sum(entry.is_cold for entry in self._entries.values()),
+            "bytes": self.budget.used_bytes,
+            "max_chunks": self.budget.max_entries,
+            "max_bytes": self.budget.max_bytes,
+            "pinned_chunks": self.shields.num_pinned(),
+            "evicted_chunks": self._num_evicted,
+        }

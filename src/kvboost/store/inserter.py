@@ -12,16 +12,25 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvboost.errors import UnstorableKVError
-from kvboost.kv.codec import KeptChunk, StoredKV
-from kvboost.models import CompositeChunk, chained_hash_from_bytes, content_hash_from_tokens
+from kvboost.errors import InvalidRequestError, UnstorableKVError
+from kvboost.identity.namespace import Namespace
+from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
+from kvboost.kv.layout import KVLayout
+from kvboost.models import (
+    CachedChunk,
+    CompositeChunk,
+    chained_hash_from_bytes,
+    content_hash_from_tokens,
+    token_bytes,
+)
 from kvboost.store import prefix_tree
-from kvboost.store.chunks import ChunkStore
-from kvboost.store.pool import Room
+from kvboost.store.chunks import ChunkStore, Room
+from kvboost.store.forest import ROOT
 from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode
 from kvboost.store.usage import Usage
 
 MakeChunk = Callable[[Room], KeptChunk]
+_OWN_FIELDS = ("text", "position_start", "position_end", "created_at", "access_count", "recomputed")
 
 
 @dataclass
@@ -62,43 +71,33 @@ class ChunkInserter:
         with self._store.lock:
             near, common = prefix_tree.best_child(parent, span)
             if near is not None and common * TOKEN_BYTES == len(span):
-                return self._already_there(parent, near, span, report)
-            wanted = Room(key or chained_hash_from_bytes(span, parent.key), parent, span, size_bytes)
+                report.present += 1
+                if near.tokens != span:
+                    return None  # nothing can follow inside a longer chunk
+                self._store.shields.hand_on(parent, near)
+                return near
+            room = Room(key or chained_hash_from_bytes(span, parent.key), parent, span, size_bytes)
             is_start = near is not None and common * TOKEN_BYTES == len(near.tokens)
-            room = self._store.reserve_or_reason(wanted, near if replaces and is_start else None)
-        if isinstance(room, str):
-            self.refuse(report, room)
+            no_room = self._store.reserve(room, near if replaces and is_start else None)
+        if no_room:
+            self.refuse(report, no_room)
             return None
-        return self._fill(room, make, report)
-
-    def _already_there(
-        self, parent: TreeNode, near: TreeNode, span: bytes, report: StoreReport
-    ) -> TreeNode | None:
-        """The span is stored, as a chunk or as the start of a longer one."""
-        report.present += 1
-        if near.tokens != span:
-            return None  # nothing can follow inside a longer chunk
-        self._store.hand_on(parent, near)
-        return near
-
-    def _fill(self, room: Room, make: MakeChunk, report: StoreReport) -> TreeNode | None:
-        """Make the chunk that room is reserved for, and put it there."""
         try:
             chunk = make(room)
-            if chunk.kv.nbytes != room.size_bytes:
-                raise AssertionError(
-                    f"room was made for {room.size_bytes} bytes, the chunk has {chunk.kv.nbytes}"
-                )
+            if chunk.kv.nbytes != size_bytes:
+                raise AssertionError(f"room was made for {size_bytes} bytes, the chunk has {chunk.kv.nbytes}")
         except BaseException as error:
-            self._store.cancel(room)
+            with self._store.lock:
+                self._store.cancel(room)
             if isinstance(error, UnstorableKVError):
                 self.refuse(report, str(error))
                 return None
             raise
-        node = self._store.insert(room, chunk)
+        with self._store.lock:
+            node = self._store.insert(room, chunk)
         self._usage.count_stored()
         report.stored += 1
-        report.stored_bytes += room.size_bytes
+        report.stored_bytes += size_bytes
         report.stored_keys.append(room.key)
         return node
 
@@ -132,3 +131,77 @@ def new_chunk(
         recomputed=composite is not None,
         composite=composite,
     )
+
+
+# --- chunks that were made elsewhere --------------------------------------------------------------
+
+
+def store_foreign(store: ChunkStore, inserter: ChunkInserter, chunk: CachedChunk) -> bool:
+    """Store a chunk that was made elsewhere under its prefix hash; False where it is refused.
+
+    Its tokens and KV are checked, the chunk before it is looked for, and it is kept as that one is.
+    """
+
+    def make(room: Room) -> KeptChunk:
+        made = new_chunk(room, codec.encode(codec.layout.pack(chunk.past_key_values)))
+        for name in _OWN_FIELDS:
+            setattr(made, name, getattr(chunk, name))
+        return made
+
+    raw = _checked_tokens(chunk)
+    key = chunk.prefix_hash or chunk.chunk_id
+    report = StoreReport()
+    with store.lock:
+        entry = store.entries.get(key)
+        if entry is not None and entry.node.tokens == raw:
+            return True
+        if entry is not None:
+            inserter.refuse(report, "hash collision")
+            return False
+        parent = _parent_of(store, chunk, key, raw)
+        codec = _codec_under(store, parent, KVLayout.of(chunk.past_key_values))
+        store.begin_storing(parent)
+    node: TreeNode | None = None
+    try:
+        node = inserter.insert(parent, raw, codec.bytes_for(chunk.length), make, report, key=key)
+    finally:
+        with store.lock:
+            store.end_storing(node or parent)
+    return node is not None or report.present > 0
+
+
+def _checked_tokens(chunk: CachedChunk) -> bytes:
+    """The token bytes of a chunk, which must fit its positions and its KV."""
+    raw = token_bytes(chunk.token_ids)
+    if len(raw) == 0 or len(raw) // TOKEN_BYTES != chunk.length:
+        raise InvalidRequestError(
+            f"a chunk of positions {chunk.position_start}-{chunk.position_end} needs as many "
+            f"token ids, at least one; got {len(raw) // TOKEN_BYTES}"
+        )
+    lengths = {tensor.shape[2] for pair in chunk.past_key_values for tensor in pair}
+    if lengths != {chunk.length}:
+        raise InvalidRequestError(
+            f"a chunk of {chunk.length} tokens needs KV [1, kv_heads, {chunk.length}, head_dim] for "
+            f"every layer; got lengths {sorted(lengths)}"
+        )
+    return raw
+
+
+def _parent_of(store: ChunkStore, chunk: CachedChunk, key: str, raw: bytes) -> TreeNode:
+    """The chunk that its `parent_hash` names or that its key was chained to; else a root of its own."""
+    above = store.entries.get(chunk.parent_hash)
+    if above is not None:
+        return above.node
+    if chunk.position_start == 0 and chained_hash_from_bytes(raw) == key:
+        return store.forest.root(ROOT)
+    for entry in store.entries.values():
+        if entry.node.end == chunk.position_start and chained_hash_from_bytes(raw, entry.key) == key:
+            return entry.node
+    return store.forest.root(Namespace(key=f"detached:{key}", family="detached", salt=""))
+
+
+def _codec_under(store: ChunkStore, parent: TreeNode, layout: KVLayout) -> KVCodec:
+    """As its parent is kept, where that has the same layout."""
+    entry = store.entries.get(parent.key)
+    above = entry.chunk.kv.codec if entry is not None else None
+    return above if above is not None and above.layout == layout else KVCodec(layout)

@@ -18,15 +18,13 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.kv.layout import Packed
 from kvboost.models import CachedChunk, CompositeChunk, TokenIds, token_bytes
-from kvboost.store import composites, matching, prefix_tree
-from kvboost.store.budget import MemoryTier
-from kvboost.store.chunks import ChunkStore
-from kvboost.store.entries import StoredChunk
-from kvboost.store.foreign import store_foreign
+from kvboost.store import audit, matching, prefix_tree
+from kvboost.store.budget import MemoryTier, StoredChunk, donors_of, part_behind
+from kvboost.store.chunks import ChunkStore, Room
+from kvboost.store.disk_ledger import DiskLedger
 from kvboost.store.forest import ROOT
-from kvboost.store.inserter import ChunkInserter, StoreReport, new_chunk
+from kvboost.store.inserter import ChunkInserter, StoreReport, new_chunk, store_foreign
 from kvboost.store.matching import ChunkMatch, ContentMatch, PrefixMatch
-from kvboost.store.pool import Room
 from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode, Walk
 from kvboost.store.usage import Usage
 
@@ -51,9 +49,11 @@ class KVCacheManager:
         self.min_run_tokens = min_run_tokens
         self.load: Callable[[Sequence[KeptChunk]], Mapping[str, StoredKV]] | None = None  # from disk
         self._store = ChunkStore(self.budget_type(max_chunks, max_cache_bytes))
-        self.on_disk = self._store.on_disk
+        self.on_disk = DiskLedger(self._store)
         self._usage = Usage(self._store.lock)
         self._inserter = ChunkInserter(self._store, self._usage)
+        self.count_request = self._usage.count_request  # whoever runs requests and loads chunks tells it
+        self.count_corrupt = self._usage.count_corrupt
 
     # --- finding -----------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class KVCacheManager:
             for entry in match.held:
                 if used:
                     self._store.touch([entry.key])
-                self._store.release(entry)
+                self._store.unhold(entry.key, entry)
 
     def find_matching_chunks(self, token_ids: TokenIds, namespace: Namespace = ROOT) -> list[ChunkMatch]:
         """Chunks with text of `token_ids`: its exact prefix first, then what stands anywhere in the store.
@@ -115,7 +115,7 @@ class KVCacheManager:
     def get(self, key: str) -> CachedChunk | None:
         """The chunk stored under a prefix hash, counted as used, or None; from disk where it is there."""
         with self._store.lock:
-            entry = self._store.entry(key)
+            entry = self._store.entries.get(key)
             if entry is None or entry.lost:
                 return None
             self._store.touch([key])
@@ -135,7 +135,8 @@ class KVCacheManager:
 
     def most_used(self, count: int) -> list[KeptChunk]:
         """The `count` chunks that were used most, as they are now."""
-        entries = self._store.entries().values()
+        with self._store.lock:
+            entries = list(self._store.entries.values())
         most = heapq.nlargest(count, entries, key=lambda entry: entry.chunk.access_count)
         return [entry.chunk for entry in most]
 
@@ -168,7 +169,7 @@ class KVCacheManager:
         raw = token_bytes(tokens)
         report = StoreReport()
         with self._store.lock:
-            walk = prefix_tree.walk(self._store.root(namespace), raw)
+            walk = prefix_tree.walk(self._store.forest.root(namespace), raw)
             if walk.length * TOKEN_BYTES < len(raw):
                 self._store.discount_uses(walk)
             node = _where_to_store(walk, set(cuts))
@@ -186,7 +187,8 @@ class KVCacheManager:
                 if child is not None:  # else the start of a longer chunk; the next cut may go beyond it
                     node = child
         finally:
-            self._store.end_storing(node)
+            with self._store.lock:
+                self._store.end_storing(node)
         return report
 
     def store_chain(
@@ -212,11 +214,11 @@ class KVCacheManager:
         raw = token_bytes(tokens)
         report = StoreReport()
         with self._store.lock:
-            walk = prefix_tree.walk(self._store.root(namespace.approximate()), raw)
+            walk = prefix_tree.walk(self._store.forest.root(namespace.approximate()), raw)
             node = walk.node
-            rest = composites.part_behind(composite, node.end)
+            rest = part_behind(composite, node.end)
             self._store.begin_storing(node)
-            donors = composites.donors_of(self._store.chunks_of(walk.path)[0])
+            donors = donors_of(self._store.chunks_of(walk.path)[0])
             donors |= {borrow.donor for borrow in rest.borrows}
             of = sources or {}
             held = [each for key in donors if (each := self._store.hold(key, of.get(key))) is not None]
@@ -232,7 +234,7 @@ class KVCacheManager:
         finally:
             with self._store.lock:
                 for entry in held:
-                    self._store.release(entry)
+                    self._store.unhold(entry.key, entry)
                 self._store.end_storing(node)
         return report
 
@@ -249,7 +251,8 @@ class KVCacheManager:
     @contextmanager
     def exported(self, family: str) -> Iterator[list[StoredChunk]]:
         """All chunks of a family, each after its parent, held until the block ends."""
-        found = self._store.hold_all(family)
+        with self._store.lock:
+            found = self._store.hold_all(family)
         try:
             yield found
         finally:
@@ -270,9 +273,9 @@ class KVCacheManager:
                 return False
             near, common = prefix_tree.best_child(parent, raw)
             is_there = near is not None and common == chunk.length
-            if is_there or self._store.entry(chunk.chunk_id) is not None:
+            if is_there or chunk.chunk_id in self._store.entries:
                 return True
-            if not self._store.fits(size):
+            if not self._store.budget.fits(size):
                 return False
             self._store.hold(parent.key)
             node = self._inserter.insert(
@@ -285,11 +288,13 @@ class KVCacheManager:
 
     def has_room(self, tokens: int, bytes_needed: int) -> bool:
         """Whether so much more can be stored without evicting anything."""
-        return self._store.fits(bytes_needed, -(-tokens // self.chunk_size))
+        with self._store.lock:
+            return self._store.budget.fits(bytes_needed, -(-tokens // self.chunk_size))
 
     def clear(self) -> None:
         """Forget everything that nobody holds or pinned; counters stay."""
-        self._store.clear()
+        with self._store.lock:
+            self._store.clear()
 
     def drop_all(self) -> None:
         """Forget everything that nobody is using, pinned or not."""
@@ -315,33 +320,6 @@ class KVCacheManager:
 
     # --- accounts ----------------------------------------------------------------------------
 
-    def count_request(
-        self,
-        *,
-        reused: int,
-        total: int,
-        reason: str,
-        approximate: bool = False,
-        recomputed: int = 0,
-        prefill_seconds: float | None = None,
-    ) -> None:
-        """Count one request's outcome: `reused` of `total` tokens; why the rest was not, and its cost.
-
-        `approximate` says that not all of it was exact, `recomputed` how much of it was computed again.
-        """
-        self._usage.count_request(
-            reused=reused,
-            total=total,
-            reason=reason,
-            approximate=approximate,
-            recomputed=recomputed,
-            prefill_seconds=prefill_seconds,
-        )
-
-    def count_corrupt(self, chunks: int) -> None:
-        """Count chunks that were found damaged."""
-        self._usage.count_corrupt(chunks)
-
     def count_failure(self, reason: str) -> StoreReport:
         """Count a text that could not be stored."""
         report = StoreReport()
@@ -349,7 +327,7 @@ class KVCacheManager:
         return report
 
     def __len__(self) -> int:
-        return len(self._store)
+        return len(self._store.entries)
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes at this moment."""
@@ -358,7 +336,8 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where tree, entries and budget disagree. For tests."""
-        self._store.check_integrity()
+        with self._store.lock:
+            audit.check(self._store)
 
 
 def _where_to_store(walk: Walk, cuts: set[int]) -> TreeNode:

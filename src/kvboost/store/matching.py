@@ -14,10 +14,9 @@ import numpy as np
 
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.codec import KeptChunk, StoredKV
+from kvboost.store.budget import StoreEntry, donors_of
 from kvboost.store.chunks import ChunkStore
-from kvboost.store.composites import donors_of
-from kvboost.store.entries import StoreEntry
-from kvboost.store.miss_reasons import divergence_of
+from kvboost.store.forest import divergence_of
 from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode, Walk
 
 
@@ -96,9 +95,9 @@ class ContentMatch:
 def find_prefix(store: ChunkStore, raw: bytes, namespace: Namespace, *, hold: bool) -> PrefixMatch:
     """The longest exact prefix of the prompt `raw`. With `hold` it stays until it is released."""
     with store.lock:
-        walk = store.walk(raw, namespace)
+        walk = store.forest.walk(raw, namespace)
         if walk is None:
-            return PrefixMatch((), 0, store.why_missing(raw, namespace, None))
+            return PrefixMatch((), 0, store.forest.why_missing(raw, namespace, None))
         chunks, lost = store.chunks_of(nodes := _nodes_of(walk))
         matches = [
             ChunkMatch(chunk, node.start, node.end) for chunk, node in zip(chunks, nodes, strict=False)
@@ -111,7 +110,7 @@ def find_prefix(store: ChunkStore, raw: bytes, namespace: Namespace, *, hold: bo
         if lost:
             return PrefixMatch(tuple(matches), matches[-1].end if matches else 0, lost, held)
         is_whole = walk.length * TOKEN_BYTES == len(raw)
-        reason = "" if is_whole else store.why_missing(raw, namespace, walk)
+        reason = "" if is_whole else store.forest.why_missing(raw, namespace, walk)
         return PrefixMatch(tuple(matches), walk.length, reason, held, divergence_of(raw, walk))
 
 
@@ -133,7 +132,7 @@ def find_content(
 
 def find_chain(store: ChunkStore, raw: bytes, namespace: Namespace) -> ChainMatch:
     """The longest approximate chain that the prompt `raw` begins with. The caller has the store's lock."""
-    walk = store.walk(raw, namespace.approximate())
+    walk = store.forest.walk(raw, namespace.approximate())
     if walk is None:
         return ChainMatch()
     chunks, _ = store.chunks_of(_nodes_of(walk))
@@ -143,7 +142,7 @@ def find_chain(store: ChunkStore, raw: bytes, namespace: Namespace) -> ChainMatc
     for chunk in chunks:
         assert chunk.composite is not None
         for borrow in chunk.composite.borrows:
-            donor = store.entry(borrow.donor)
+            donor = store.entries.get(borrow.donor)
             if donor is None or donor.lost:  # its successor is being stored this very moment
                 length = min(length, borrow.start)
                 continue
@@ -165,11 +164,20 @@ def find_runs(
 
     The caller has the store's lock.
     """
+    tainted_key = namespace.tainted().key
+
+    def rank(node: TreeNode) -> tuple[bool, int]:
+        """Exact donors first, then those that were read behind more text: they transfer better."""
+        return store.entries[node.key].root_key != tainted_key, node.start
+
+    index = store.forest.content(namespace.content_key)
+    if index is None or end - start < min_tokens:
+        return []
     runs: list[RunMatch] = []
-    for found in store.find_runs(raw, namespace, start, end, min_tokens):
+    for found in index.find(raw, start, end, min_tokens=min_tokens, rank=rank):
         run: list[ChunkMatch] = []
         for piece in found.pieces:
-            entry = store.entry(piece.node.key)
+            entry = store.entries.get(piece.node.key)
             if entry is None or entry.lost:
                 continue
             match = ChunkMatch(entry.chunk, piece.start, piece.end, piece.offset, approximate=True)

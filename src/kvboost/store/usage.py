@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from typing import Any
 
-from kvboost.store.miss_reasons import reason_kind
+from kvboost.store.forest import reason_kind
 
 _MIN_MEASURED_TOKENS = 32  # fewer say more about overhead than about the speed of prefill
 
@@ -37,11 +37,14 @@ class Usage:
         reused: int,
         total: int,
         reason: str,
-        approximate: bool,
-        recomputed: int,
-        prefill_seconds: float | None,
+        approximate: bool = False,
+        recomputed: int = 0,
+        prefill_seconds: float | None = None,
     ) -> None:
-        """Count one request: `reused` of `total` tokens, why the rest was not, and what it cost."""
+        """Count one request's outcome: `reused` of `total` tokens; why the rest was not, and its cost.
+
+        `approximate` says that not all of it was exact, `recomputed` how much of it was computed again.
+        """
         with self._lock:
             self._requests += 1
             self._exact_hits += reused > 0 and not approximate

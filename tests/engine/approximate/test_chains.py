@@ -164,12 +164,12 @@ def test_a_chain_goes_with_its_donors(make_engine: MakeEngine) -> None:
     chat.turn()
     root = engine.namespace().approximate().key
     store = engine.cache_manager._store
-    assert store.nodes(root)
+    assert store.forest.nodes(root)
     for number in range(40):
         engine.warm(random_ids(60, seed=600 + number))
         check_store(engine)
-    assert not store.nodes(root)
-    assert not store._pool._borrowers.by_donor()
+    assert not store.forest.nodes(root)
+    assert not store.borrowers.by_donor()
     again = chat.turn()
     assert chain_tokens(again) == 0
     check_store(engine)
@@ -255,10 +255,10 @@ def test_saved_content_is_found_again(
     prompt = [*random_ids(5, seed=3), *shelf[1], *shelf[0], *tainted_text]
     one.generate(prompt, max_new_tokens=1)
     store = one.cache_manager._store
-    chains = sum(entry.chunk.composite is not None for entry in store.entries().values())
+    chains = sum(entry.chunk.composite is not None for entry in store.entries.values())
     assert chains == 1
     saved = one.save(tmp_path / "cache")
-    assert saved == len(store.entries()) - chains
+    assert saved == len(store.entries) - chains
     two = make_engine(model=model)
     assert two.load(tmp_path / "cache").loaded == saved
     check_store(two)

@@ -86,7 +86,7 @@ def test_nothing_computed_on_approximate_kv_is_in_the_exact_tree(make_engine: Ma
     result = engine.generate(prompt, max_new_tokens=20)
     assert approximate_tokens(result) > 0
     assert check_exact_tree(engine) == stored_exactly
-    tainted = engine.cache_manager._store.nodes(engine.namespace().tainted().key)
+    tainted = engine.cache_manager._store.forest.nodes(engine.namespace().tainted().key)
     assert tainted  # the live text behind approximate text is kept, but not as exact
     starts_live = [*random_ids(50, seed=3), *shelf[1], *random_ids(5, seed=4)]
     result = engine.generate(starts_live, max_new_tokens=2)

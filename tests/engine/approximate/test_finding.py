@@ -151,7 +151,7 @@ def test_clear_forgets_content_and_chains(make_engine: MakeEngine) -> None:
     stats = engine.cache_stats()
     assert (stats["chunks"], stats["bytes"], stats["workspace_bytes"]) == (0, 0, 0)
     assert engine.explain(prompt).cached_tokens == 0
-    pool = engine.cache_manager._store._pool
+    pool = engine.cache_manager._store
     assert not pool.forest.content_keys()
-    assert not pool._borrowers.by_donor()
+    assert not pool.borrowers.by_donor()
     check_store(engine)

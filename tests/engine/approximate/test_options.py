@@ -213,12 +213,12 @@ def test_explain_changes_nothing_and_tells_what_happens(make_engine: MakeEngine)
     for _ in range(3):
         asked = [*chat.ids, *random_ids(20 + len(chat.results), seed=1 + 100 * len(chat.results) + 1)]
         store = engine.cache_manager._store
-        before = engine.cache_stats(), {k: e.chunk.access_count for k, e in store.entries().items()}
+        before = engine.cache_stats(), {k: e.chunk.access_count for k, e in store.entries.items()}
         explanation = engine.explain(asked)
         assert explanation == engine.explain(asked)
         assert before == (
             engine.cache_stats(),
-            {k: e.chunk.access_count for k, e in store.entries().items()},
+            {k: e.chunk.access_count for k, e in store.entries.items()},
         )
         result = chat.turn()
         assert chat.ids[: len(asked)] == asked

@@ -41,7 +41,7 @@ def go_cold(engine: KVBoost) -> None:
     flush(engine)
     manager = engine.cache_manager
     with manager._store.lock:
-        pool = manager._store._pool
+        pool = manager._store
         while keys := [key for key in pool.budget.evictable() if key in pool.saved]:
             for key in keys:
                 pool._evict(pool.entries[key])

@@ -38,7 +38,7 @@ class Monitor:
         self.problems: list[str] = []
 
     def _look(self) -> None:
-        tier = self._engine.cache_manager._store._pool.budget
+        tier = self._engine.cache_manager._store.budget
         slots = slots_of(self._engine)
         while not self._stop.wait(0.0005):
             with self._engine.cache_manager._store.lock:

@@ -93,7 +93,7 @@ def test_other_models_and_dtypes(
     text = random_ids(90, seed=1)
     with make_engine(model=model, disk_cache_dir=tmp_path) as one:
         one.warm(text)
-        kept = {key: entry.chunk.kv.tensors for key, entry in one.cache_manager._store.entries().items()}
+        kept = {key: entry.chunk.kv.tensors for key, entry in one.cache_manager._store.entries.items()}
         wanted = answer(one, [*text, 9, 8])
     two = make_engine(model=model, disk_cache_dir=tmp_path)
     result = answer(two, [*text, 9, 8])
@@ -101,7 +101,7 @@ def test_other_models_and_dtypes(
     assert result.token_ids == wanted.token_ids
     if dtype == torch.float32:
         assert result.token_ids == answer(two, [*text, 9, 8], "baseline").token_ids
-    loaded = two.cache_manager._store.entries()
+    loaded = two.cache_manager._store.entries
     same = [key for key in kept if key in loaded and loaded[key].chunk.kv.is_loaded]
     assert len(same) >= 5
     for key in same:
@@ -252,7 +252,7 @@ def test_assemble_and_get_never_give_a_chunk_without_tensors(disk_engine: MakeEn
     text = random_ids(40, seed=1)
     with disk_engine() as one:
         one.warm(text)
-        keys = list(one.cache_manager._store.entries())
+        keys = list(one.cache_manager._store.entries)
     two = disk_engine()
     for key in keys:
         chunk = two.cache_manager.get(key)

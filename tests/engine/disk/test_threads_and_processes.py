@@ -57,7 +57,7 @@ def test_threads_on_one_engine_with_little_ram(options: dict[str, Any], disk_eng
     flush(engine)
     assert check_exact_on_disk(engine) > 0
     store = engine.cache_manager._store
-    assert all(entry.readers == 0 for entry in store.entries().values())
+    assert all(entry.readers == 0 for entry in store.entries.values())
 
 
 def test_answers_while_others_clear_pin_and_close(disk_engine: MakeEngine) -> None:
@@ -85,7 +85,7 @@ def test_answers_while_others_clear_pin_and_close(disk_engine: MakeEngine) -> No
 
     in_threads(4, work)
     engine.cache_manager.check_integrity()
-    assert all(entry.readers == 0 for entry in engine.cache_manager._store.entries().values())
+    assert all(entry.readers == 0 for entry in engine.cache_manager._store.entries.values())
 
 
 def test_two_engines_on_one_folder_at_once(disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,16 +49,16 @@ def token_errors(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def tree_errors(engine: KVBoost, namespace: Namespace | None = None) -> list[tuple[float, float]]:
     """Per layer, the largest error of stored keys and values against a full prefill of their text."""
     store = engine.cache_manager._store
-    nodes = store.nodes((namespace or engine.namespace()).key)
+    nodes = store.forest.nodes((namespace or engine.namespace()).key)
     worst = [(0.0, 0.0)] * len(engine.layout.layers)
     for leaf in (node for node in nodes if not node.children):
         path = [leaf]
         while path[-1].parent is not None and not path[-1].parent.is_root:
             path.append(path[-1].parent)
-        ids = joined([store.entry(node.key).chunk.token_ids for node in reversed(path)])
+        ids = joined([store.entries[node.key].chunk.token_ids for node in reversed(path)])
         full = fresh_kv(engine.model, ids)
         for node in path:
-            pairs = zip(worst, store.entry(node.key).chunk.past_key_values, full, strict=True)
+            pairs = zip(worst, store.entries[node.key].chunk.past_key_values, full, strict=True)
             worst = [
                 (
                     max(before[0], relative_error(key, wanted[0][:, :, node.start : node.end])),
@@ -77,7 +77,7 @@ def check_tree(engine: KVBoost, namespace: Namespace | None = None, factor: floa
 def check_bytes(engine: KVBoost) -> None:
     """Reported bytes are those of the tensors, and those that the codec promised."""
     check_store(engine)
-    entries = engine.cache_manager._store.entries().values()
+    entries = engine.cache_manager._store.entries.values()
     true_bytes = sum(part.untyped_storage().nbytes() for e in entries for part in e.chunk.kv.tensors)
     assert engine.cache_stats()["bytes"] == true_bytes
     for entry in entries:
@@ -96,7 +96,7 @@ def check_labels(engine: KVBoost, spans: Sequence[Any]) -> None:
 
 
 def tensors_of(engine: KVBoost) -> dict[str, Packed]:
-    return {key: entry.chunk.kv.tensors for key, entry in engine.cache_manager._store.entries().items()}
+    return {key: entry.chunk.kv.tensors for key, entry in engine.cache_manager._store.entries.items()}
 
 
 def placed(engine: KVBoost, ids: Sequence[int], mode: AssemblyMode = AssemblyMode.CHUNK_REUSE) -> PastKVType:

@@ -71,7 +71,7 @@ class BudgetWatch:
         monkeypatch.setattr(KVCodec, "encode", watched)
 
     def look(self, extra: int = 0) -> None:
-        pool = self.engine.cache_manager._store._pool
+        pool = self.engine.cache_manager._store
         alive = sum(
             part.untyped_storage().nbytes()
             for e in list(pool.entries.values())

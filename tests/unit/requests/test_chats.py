@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvboost.errors import InvalidRequestError
-from kvboost.requests import answers as answers_module
 from kvboost.requests import chats
 from kvboost.requests.prompts import PromptReader
 from tests.unit.requests.reading import USER, MakeTokenizer, assistant, ids_of, read, reader_of
@@ -132,20 +131,20 @@ def test_answers_are_forgotten_when_told_and_when_there_are_too_many(
     chat = [USER, assistant("ab"), USER]
     plain = read(reader, chat)
     reader.remember_answer("ab", ids_of(tokenizer, "a", "b"), "")
-    reader.forget_answers()
+    reader.answers.clear()
     assert read(reader, chat) == plain
-    monkeypatch.setattr(answers_module, "_MAX_ANSWERS", 3)
+    monkeypatch.setattr(chats, "_MAX_ANSWERS", 3)
     reader.remember_answer("ab", ids_of(tokenizer, "a", "b"), "")
     for number in range(3):
         reader.remember_answer(str(number), [70], "")
     assert read(reader, chat) == plain
-    assert len(reader._answers) == 3
+    assert len(reader.answers) == 3
 
 
 def test_an_answer_of_special_tokens_alone_is_not_remembered(reader: PromptReader, tokenizer: Any) -> None:
     reader.remember_answer("x", ids_of(tokenizer, "<|end|>"), "")
     reader.remember_answer("", ids_of(tokenizer, "a"), "")
-    assert not reader._answers
+    assert not reader.answers
 
 
 TRIMMING = (

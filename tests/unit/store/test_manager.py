@@ -84,7 +84,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def stored_texts(self, namespace: Namespace) -> list[list[int]]:
         """Every stored chunk's tokens behind those of its ancestors, by the chunks' own account."""
-        chunks = {key: entry.chunk for key, entry in self.manager._store.entries().items()}
+        chunks = {key: entry.chunk for key, entry in self.manager._store.entries.items()}
         texts = []
         for chunk in chunks.values():
             text, parent = list(chunk.token_ids), chunk.parent_hash
@@ -159,7 +159,7 @@ class ManagerMachine(RuleBasedStateMachine):
         stats = self.manager.stats()
         alive = sum(
             part.untyped_storage().nbytes()
-            for entry in self.manager._store.entries().values()
+            for entry in self.manager._store.entries.values()
             for part in entry.chunk.kv.tensors
         )
         assert stats["bytes"] == alive
@@ -798,7 +798,7 @@ def test_the_number_of_empty_roots_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     manager = manager_of(max_chunks=1)
     for number in range(100):
         store(manager, [number], Namespace(f"{number:064}", "family", str(number)))
-    assert len(manager._store._pool.forest) <= 11
+    assert len(manager._store.forest) <= 11
     manager.check_integrity()
 
 
@@ -824,7 +824,7 @@ def test_integrity_checks_can_fail() -> None:
     manager = manager_of()
     store(manager, range(8))
     manager.check_integrity()
-    entry = next(iter(manager._store.entries().values()))
+    entry = next(iter(manager._store.entries.values()))
     entry.size_bytes += 1
     with pytest.raises(AssertionError):
         manager.check_integrity()

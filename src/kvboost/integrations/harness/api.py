@@ -1,6 +1,6 @@
 """The parts of lm_eval that are needed on import: a missing or unfit lm_eval is reported here, once.
 
-What only running tasks needs, `tasks` imports when it is called. Knows no engine.
+What only running tasks needs, `command` imports when it is called. Knows no engine.
 """
 
 from __future__ import annotations

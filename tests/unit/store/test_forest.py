@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.models import chained_hash, token_bytes
-from kvboost.store import miss_reasons
-from kvboost.store.miss_reasons import EvictedChunks, reason_kind
+from kvboost.store import forest
+from kvboost.store.forest import EvictedChunks, reason_kind
 
 parents = st.sampled_from(["", "a" * 64, "b" * 64])
 spans = st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple)
@@ -48,7 +48,7 @@ def test_forgetting_what_was_never_remembered_does_nothing() -> None:
 
 
 def test_the_memory_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(miss_reasons, "_MAX_REMEMBERED", 3)
+    monkeypatch.setattr(forest, "_MAX_REMEMBERED", 3)
     evicted = EvictedChunks()
     for token in range(10):
         evicted.remember(chained_hash([token], f"parent {token}"), f"parent {token}", 4)
