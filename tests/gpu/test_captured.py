@@ -107,8 +107,8 @@ def test_a_streamer_hears_every_token_once(make_engine: MakeEngine) -> None:
         assert streamer.heard[-len(result.token_ids) :] == result.token_ids
         heard[mode] = streamer.heard
     assert heard["baseline"] == heard["prefix_cache"]
-    with engine.stream(prompt, 400, mode="prefix_cache") as stream:
-        next(stream)
+    stream = engine.stream(prompt, 400, mode="prefix_cache")
+    stream.close()
     assert stream.result.finish_reason == "cancelled"
     assert stream.result.generated_tokens < 400
 

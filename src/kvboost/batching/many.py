@@ -21,8 +21,9 @@ import torch
 from kvboost.batching.batch_memory import LANE_TOKENS, BatchMemory, spill_tokens
 from kvboost.batching.prefixes import MIN_SHARED_TOKENS, common_tokens, sorted_by_tokens
 from kvboost.batching.resident import ResidentBatch
-from kvboost.batching.scheduler import ModelChangedError, Scheduler
+from kvboost.batching.scheduler import Scheduler
 from kvboost.batching.scores import Scores
+from kvboost.batching.sequence import ModelChangedError
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError, PartialResultsError
 from kvboost.kv.layout import KVLayout

@@ -7,6 +7,7 @@ that they serve.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from kvboost.batching.batch_memory import LANE_TOKENS, BatchMemory
 from kvboost.batching.scheduler import Scheduler
 from kvboost.kv.arena import Arena
+from kvboost.kv.layout import KVLayout
 from kvboost.locks import fork_safe_lock
 from kvboost.models import GenerationResult
 from kvboost.parts.engine_parts import EngineParts
@@ -28,18 +30,14 @@ _ROUND_SLOTS = 64
 class ResidentBatch:
     """Lends the one scheduler; `most_slots` says how many slots its arena may have."""
 
-    def __init__(self, parts: EngineParts, most_slots: Any) -> None:
+    def __init__(self, parts: EngineParts, most_slots: Callable[[KVLayout], int]) -> None:
         self._parts = parts
         self._most_slots = most_slots
+        self.exists = parts.layout.slabs[0].device.type == "cuda"  # whether this engine has one
         self._scheduler: Scheduler | None = None
         self._is_lent = False
         self._is_stale = False
         self._lock = fork_safe_lock(around_data=True)
-
-    @property
-    def exists(self) -> bool:
-        """Whether this engine has one."""
-        return self._parts.layout.slabs[0].device.type == "cuda" and len(self._parts.layout.slabs) >= 1
 
     @property
     def nbytes(self) -> int:
@@ -79,27 +77,30 @@ class ResidentBatch:
 
     def _made(self) -> Scheduler | None:
         layout = self._parts.layout
-        slots = min(int(self._most_slots(layout)), _TOKENS + _SEQUENCES * LANE_TOKENS)
+        slots = min(self._most_slots(layout), _TOKENS + _SEQUENCES * LANE_TOKENS)
         sequences = min(_SEQUENCES, slots // _LANES_SHARE // LANE_TOKENS)
         if not sequences:
             return None
         tokens = (slots - sequences * LANE_TOKENS) // _ROUND_SLOTS * _ROUND_SLOTS
         try:
             arena = Arena(layout, sequences * LANE_TOKENS + tokens + _ROUND_SLOTS)
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             return None
         memory = BatchMemory(arena, sequences, tokens, LANE_TOKENS)
         return Scheduler(self._parts, memory, offline=True)
 
     def give_back(self, scheduler: Scheduler) -> None:
         """Let others have it; nobody waits now, so this is when steps are captured."""
+        is_usable = False
         try:
-            for sequence in scheduler.sequences:  # whoever took the answers stopped early
-                scheduler.leave(sequence)
-            scheduler.capture()
+            if scheduler.is_whole:
+                for sequence in scheduler.sequences:  # whoever took the answers stopped early
+                    scheduler.leave(sequence)
+                scheduler.capture()
+                is_usable = True
         finally:
             with self._lock:
-                if self._is_stale:
+                if self._is_stale or not is_usable:
                     self._scheduler, self._is_stale = None, False
                 self._is_lent = False
 
@@ -124,6 +125,11 @@ class OneRequest:
     def is_over(self) -> bool:
         return self.result is not None or self.error is not None
 
+    def begin(self, request: Request) -> None:
+        """As `generate` does, the streamer is given the prompt first."""
+        if self._streamer is not None:
+            self._streamer.put(torch.from_numpy(request.token_ids).unsqueeze(0))
+
     def token(self, token_id: int) -> None:
         if self._streamer is not None:
             self._streamer.put(torch.tensor([token_id]))
@@ -140,6 +146,7 @@ class OneRequest:
 def answer_one(scheduler: Scheduler, request: Request) -> GenerationResult:
     """Run one request, for which the model was read, to its end, or to where it is cancelled."""
     heard = OneRequest(request)
+    heard.begin(request)
     sequence = scheduler.join(request, heard, was_read=True)
     scheduler.step(was_read=True)
     while not heard.is_over:

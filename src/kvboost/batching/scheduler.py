@@ -25,7 +25,14 @@ from kvboost.batching.pace import Pace
 from kvboost.batching.prefill import Turns, fills_of, speaks_first
 from kvboost.batching.radix_tree import RadixTree
 from kvboost.batching.repair_choice import choose_repair
-from kvboost.batching.sequence import Listener, Sequence, StockDecoder, TakeLogits, prefill_tokens
+from kvboost.batching.sequence import (
+    Listener,
+    ModelChangedError,
+    Sequence,
+    StockDecoder,
+    TakeLogits,
+    prefill_tokens,
+)
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
 from kvboost.parts.engine_parts import EngineParts
@@ -52,10 +59,6 @@ class SchedulerCounts:
     failed_steps: int = 0
 
 
-class ModelChangedError(Exception):
-    """The model changed while a request ran: its KV is of the model before."""
-
-
 class Scheduler:
     """Runs checked requests of any namespaces in one batch; each is answered as it would be alone.
 
@@ -68,6 +71,7 @@ class Scheduler:
         self.memory = memory
         self._offline = offline
         self.restarts = offline  # requests fail where the model changes, or go on outside the arena
+        self.is_whole = True  # unset where a step was broken off in the middle: nothing in it is right then
         self._order: list[Sequence] = []  # by arrival; those in the arena and those outside
         self._pace = Pace(on_gpu=parts.layout.slabs[0].device.type == "cuda", offline=offline)
         self._turns = Turns()
@@ -89,7 +93,6 @@ class Scheduler:
 
     @property
     def radix_tree(self) -> RadixTree:
-        """Prompts whose KV lies in the arena."""
         return self.memory.radix_tree
 
     @property
@@ -226,10 +229,12 @@ class Scheduler:
 
         `was_read` says that the model's state was read just now.
         """
+        self.is_whole = False
         try:
             self._step(was_read)
         except Exception as error:  # mostly OOM; the KV of the sequences in the step cannot be trusted
             self.fail_all(error)
+        self.is_whole = True
 
     def _step(self, was_read: bool) -> None:
         if self.memory.sequences and not was_read:
@@ -354,8 +359,9 @@ class Scheduler:
         if sequence not in self._order:
             return
         request = sequence.request
-        decoded = sequence.sampler.decoded() if sequence.is_sampled else decode.Decoded()
-        finished_at = sequence.sampler.finished_at if sequence.is_sampled else None
+        decoded, finished_at = decode.Decoded(), None
+        if sequence.is_sampled:
+            decoded, finished_at = sequence.sampler.decoded(), sequence.sampler.finished_at
         if not decoded.token_ids:
             decoded.first_token_at = time.perf_counter()
         if sequence.is_sampled and finished_at is None:
@@ -388,8 +394,7 @@ class Scheduler:
         chunk = self._parts.manager.chunk_size
         if filled - sequence.stored_tokens >= chunk:
             sequence.stored_tokens = filled
-            whole = sequence.request.token_ids[: filled - filled % chunk]
-            self._store_tokens(sequence, whole, is_piece=True)
+            self._store_tokens(sequence, sequence.request.token_ids[: filled - filled % chunk], is_piece=True)
 
     def _store(self, sequence: Sequence, answer: Answer) -> None:
         """Store what a sequence has computed: prompt and answer; of one that was scored, the prompt."""
@@ -412,8 +417,9 @@ class Scheduler:
 
     def _store_tokens(self, sequence: Sequence, token_ids: np.ndarray, *, is_piece: bool = False) -> None:
         """Store the first tokens of a prompt, which are exact."""
-        kv, namespace = SequenceKV(self.memory.arena, sequence.node.segment), sequence.request.namespace
-        self._parts.recorder.store(token_ids, kv, namespace, sequence.plan, is_piece=is_piece)
+        kv = SequenceKV(self.memory.arena, sequence.node.segment)
+        of = sequence.request.namespace, sequence.plan
+        self._parts.recorder.store(token_ids, kv, *of, is_piece=is_piece)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, and free its slots."""

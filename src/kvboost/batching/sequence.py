@@ -31,6 +31,10 @@ LEFT_REASON = "another request was to compute it, and left"
 TakeLogits = Callable[[int, torch.Tensor], None]  # takes logits `[n, vocab]` of tokens from a position on
 
 
+class ModelChangedError(Exception):
+    """The model changed while a request ran: its KV is of the model before."""
+
+
 class Listener(Protocol):
     """Hears what becomes of a request, in the thread that drives the scheduler."""
 

@@ -177,7 +177,8 @@ class PackedAttention:
 
         Returns `[1, n, heads, head_dim]`. The call's mask is ignored.
         """
-        if self.device.type == "cuda" and not positional.why_not(call):
+        on_gpu = call.query.is_cuda and call.query.device == self.device
+        if on_gpu and not positional.why_not(call):
             return positional.attend(call, self._device_work(call), self._windows[call.module])
         layer = _Layer(call, self._windows[call.module])
         if not call.is_plain:

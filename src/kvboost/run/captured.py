@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvboost.errors import UnsupportedModelError
+from kvboost.identity.weights import places_of, versions_of
 from kvboost.kernels import positional, work
 from kvboost.kernels.packed import PackedAttention
 from kvboost.kernels.positional import DeviceWork
@@ -222,6 +223,7 @@ class CapturedSteps:
             slab.device != device for slab in self._arena.slabs
         ):
             return "the model is on several devices"
+        before = places_of(tensors), versions_of(tensors)
         recorder = _ShapeRecorder()
         tables = _Tables(Size(1, 1), (), self._spare_slot, None, self._arena.slabs[0])
         try:
@@ -230,6 +232,9 @@ class CapturedSteps:
             return str(error)
         if recorder.refusal or not recorder.shapes:
             return recorder.refusal or "no layer calls transformers' attention interface"
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        if before != (places_of(tensors), versions_of(tensors)):
+            return "its forward changes its own buffers"
         self._shapes = tuple(sorted(recorder.shapes))
         return ""
 

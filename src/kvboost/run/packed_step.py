@@ -9,6 +9,7 @@ and not how tokens are chosen.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -195,7 +196,9 @@ class PackedModel:
         self._arena.set_length(self._arena.capacity)  # the backend knows what is filled
         vocab = int(text_config(self._model).vocab_size)
         for block in _blocks(extensions, self._device.type == "cuda", vocab):
-            yield self._forward(extensions, block, state)
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                forward = self._forward(extensions, block, state)
+            yield forward
 
     def _forward(
         self, extensions: Sequence[Extension], block: Sequence[_Part], state: Hashable

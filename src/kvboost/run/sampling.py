@@ -168,6 +168,7 @@ def _as_generate_would(
         return logits_processor, stopping_criteria
 
     extra = options.taken_for(index)
+    extra.pop("streamer", None)  # whoever runs the sequence hands its tokens on
     config = copy.deepcopy(options.config)
     for name, value in _NOT_FOR_BATCHES.items():
         setattr(config, name, value)
