@@ -100,17 +100,24 @@ class ResidentBatch:
                 is_usable = True
         finally:
             with self._lock:
-                if self._is_stale or not is_usable:
-                    self._scheduler, self._is_stale = None, False
-                self._is_lent = False
+                if not is_usable:
+                    self._scheduler = None
+                elif self._is_stale:
+                    scheduler.clear()
+                self._is_stale = self._is_lent = False
 
     def drop(self) -> None:
-        """Forget all text in it, now or as soon as it is given back, and free its memory."""
+        """Forget all text in it, now or as soon as it is given back; its memory and its graphs stay."""
         with self._lock:
             if self._is_lent:
                 self._is_stale = True
-            else:
-                self._scheduler = None
+            elif self._scheduler is not None:
+                self._scheduler.clear()
+
+    def close(self) -> None:
+        """Free its memory, now or as soon as it is given back."""
+        with self._lock:
+            self._is_stale, self._scheduler = self._is_lent, None
 
 
 class OneRequest:

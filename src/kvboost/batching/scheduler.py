@@ -262,7 +262,7 @@ class Scheduler:
         speaking = [each for each in in_arena if each.is_decoding or speaks_first(each, fills)]
         self.memory.prepare_lanes(speaking)
         feeding = [(fill.extension, None) for fill in fills.values()]
-        failed = self._forward([*feeding, *map(_next_token, speaking)])
+        failed = self._forward([*feeding, *((each.next_extension, each) for each in speaking)])
         self.counts.steps += 1
         self.counts.decoded_tokens += len(speaking)
         self.counts.prefilled_tokens += prompt_tokens
@@ -441,14 +441,6 @@ class Scheduler:
     def clear(self) -> None:
         """Forget the text that lies in the arena; sequences in the batch go on."""
         self.memory.radix_tree.clear()
-
-
-def _next_token(sequence: Sequence) -> tuple[Extension, Sequence]:
-    """The token that a sequence feeds next: its newest, or the last of its prompt."""
-    if sequence.is_decoding:
-        return Extension(sequence.lane, np.array(sequence.sampler.new_ids[-1:])), sequence
-    ids, wanted = sequence.request.token_ids, len(sequence.request.token_ids) - sequence.request.limit
-    return Extension(sequence.lane, ids[sequence.lane.end :], wanted), sequence
 
 
 def _prefix_key(segment: Segment) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from kvboost.models import GenerationResult, Span
 from kvboost.requests.request import Request
 from kvboost.reuse.plan import PlanPart, ReusePlan
 from kvboost.run import decode
-from kvboost.run.packed_step import Segment
+from kvboost.run.packed_step import Extension, Segment
 from kvboost.run.sampling import SequenceSampler
 
 SHARED_REASON = "in use by another request"
@@ -103,6 +103,14 @@ class Sequence:
     def has_spoken(self) -> bool:
         """Whether its answer has begun."""
         return self.is_sampled and bool(self.sampler.new_ids)
+
+    @property
+    def next_extension(self) -> Extension:
+        """The token that it feeds next: its newest, or the last of its prompt and those that are scored."""
+        if self.is_decoding:
+            return Extension(self.lane, np.array(self.sampler.new_ids[-1:]))
+        ids = self.request.token_ids
+        return Extension(self.lane, ids[self.lane.end :], len(ids) - self.request.limit)
 
     @property
     def limit(self) -> int:

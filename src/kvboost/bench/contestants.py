@@ -103,6 +103,7 @@ class KVBoostCopied:
 
     def settle(self) -> None:
         self._engine.warm(self._other)
+        self._engine.core.resident.drop()
 
     def answer(self, token_ids: list[int], new_tokens: int, stamps: Stamps) -> Answer:
         return engine_answer(self._engine, token_ids, new_tokens, stamps, cache_salt=self._SALT)

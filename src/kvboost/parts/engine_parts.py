@@ -45,7 +45,11 @@ class ArenaHolder(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def drop(self) -> None: ...
+    def drop(self) -> None:
+        """Forget their text."""
+
+    def close(self) -> None:
+        """Free their memory too."""
 
 
 class EngineParts:
@@ -176,7 +180,7 @@ class EngineParts:
         )
 
     def drop_arenas(self) -> None:
-        """Free the arenas that are kept for later requests, and forget the text in them."""
+        """Forget the text in the arenas that are kept for later requests."""
         for each in self.arena_holders:
             each.drop()
 
@@ -200,7 +204,8 @@ class EngineParts:
 
     def close(self) -> None:
         """Save what is not on disk yet, and free all but the model. It can be called twice."""
-        self.drop_arenas()
+        for each in self.arena_holders:
+            each.close()
         if self.disk is not None:
             self.fit.weights_changed()  # KV of other weights must not outlive the process
             self.disk.close()

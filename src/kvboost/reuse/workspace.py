@@ -91,6 +91,8 @@ class Workspace:
         with self._lock:
             self._kept = None
 
+    close = drop
+
     @property
     def nbytes(self) -> int:
         """Bytes of the kept arena."""
