@@ -128,7 +128,7 @@ def served() -> Way:
     """A chat over HTTP, streamed, whose beginning is cached."""
     from tests.server.running import running
 
-    way = Way(("server/ticket", "token"))
+    way = Way(("server/tickets", "token"))
     with way.in_new_threads(), running(_engine()) as server:
         model = server.client.get("/v1/models").json()["data"][0]["id"]
 

@@ -13,13 +13,12 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from kvboost.errors import InvalidRequestError, PromptTooLongError
-from kvboost.server.field_rules import TOO_MANY, UNSUPPORTED
-from kvboost.server.schemas import ErrorBody, ErrorDetails
-from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError
+from kvboost.server.schemas import TOO_MANY, UNSUPPORTED
+from kvboost.server.tickets import QueueFullError, RequestTimeoutError, ShuttingDownError
 
 _LONGEST_NAME = 100  # of a client's own field names in messages
 _LONGEST_VALUE = 40  # of a client's own values in messages
@@ -44,6 +43,21 @@ _KINDS: dict[int, str] = {
     HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+
+
+class ErrorDetails(BaseModel):
+    """What is wrong; `param` names the field, `code` is a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is not 2xx."""
+
+    error: ErrorDetails
 
 
 class ApiError(Exception):
