@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
+from rich.table import Column, Table
 
-from kvboost.cli.bench_view import bar, prepare, show, simple_table, title
+from kvboost.cli.bench_view import bar, json_line, prepare, show, simple_table, title
+from kvboost.cli.options import model_option
 
 _COUNT = click.IntRange(min=1)
 _RATE = click.FloatRange(min=0, min_open=True)
@@ -97,12 +98,12 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
     show_default=True,
     help="Seconds that a server has to answer everything.",
 )
-@click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
+@model_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and arrivals.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON.")
+@json_line
 def serve(
     contestants: tuple[str, ...],
     serve_flags: str,
@@ -152,16 +153,8 @@ def serve(
 
 def servers_table(record: dict[str, Any]) -> Table:
     """A row per server."""
-    table = simple_table("")
-    table.columns[0].min_width = 18
-    for heading in (
-        "tokens/s",
-        "kvboost\nis at",
-        "first token, s\np50 / p99",
-        "gap, ms\np50 / p99",
-        "answered",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("tokens/s", "kvboost\nis at", "first token, s\np50 / p99", "gap, ms\np50 / p99", "answered")
+    table = simple_table(Column("", overflow="fold", min_width=18), *headings)
     ours = record["servers"].get("kvboost", {}).get("tokens_per_s")
     for name, found in record["servers"].items():
         against = f"{ours / found['tokens_per_s']:.2f} x" if ours and found["tokens_per_s"] else "-"
@@ -202,9 +195,7 @@ def long_parts(record: dict[str, Any]) -> list[Table | str]:
     long = record["long_prompt"]
     if long is None:
         return []
-    table = simple_table("gaps between tokens, ms")
-    for heading in ("p50", "p95", "p99", "highest"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = simple_table("gaps between tokens, ms", "p50", "p95", "p99", "highest")
     tokens = f"{long['long_prompt_tokens']:,}"
     for name, part, label in (
         ("without", "all_ms", "a steady load"),
