@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(kvboost.__file__).parent
 INSTALLED = {"compare", "prefix", "rag", "serve"}
 MEASURING = {"prefix", "rag", "serve", "serve_load", "serve_numbers", "serve_servers"}
-SHARED = {"__init__", "contestants", "plots", "record", "server_process", "stream_client", "text", "timing"}
+SHARED = {"__init__", "contestants", "plots", "record", "stream_client", "text"}
 COMMAND = (sys.executable, "-c", "from kvboost.cli.main import main; main()")
 FOREIGN = 'raise SystemExit("foreign code was run")\n'
 

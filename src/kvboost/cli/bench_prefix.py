@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvboost.cli.bench_view import prepare, read_counts, show, simple_table, title
+from kvboost.cli.bench_view import COUNT, out_option, prepare, read_counts, show, simple_table, title
 from kvboost.cli.options import GroupedCommand, engine_options, model_option
 from kvboost.cli.session import opened_engine, unlimited
 
@@ -28,10 +28,10 @@ NAMES = {"plain": "plain", "hand_made": "hand-made", "kvboost": "kvboost", "kvbo
     callback=read_counts,
     help="Shared tokens, one measurement each.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Per length.")
+@click.option("--rounds", type=COUNT, default=10, show_default=True, help="Per length.")
 @click.option(
     "--plain-rounds",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=3,
     show_default=True,
     help="Rounds in which plain generate, the slow one, takes part.",
@@ -39,16 +39,8 @@ NAMES = {"plain": "plain", "hand_made": "hand-made", "kvboost": "kvboost", "kvbo
 @click.option(
     "--new-tokens", type=click.IntRange(min=2), default=32, show_default=True, help="Length of the answers."
 )
-@click.option(
-    "--pairs",
-    type=click.IntRange(min=1),
-    default=21,
-    show_default=True,
-    help="Pairs for the cost of storing.",
-)
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
-)
+@click.option("--pairs", type=COUNT, default=21, show_default=True, help="Pairs for the cost of storing.")
+@out_option
 @engine_options
 def prefix(model: str, out: Path | None, engine_options: dict[str, Any], **options: Any) -> None:
     """A long beginning seen before: plain generate, hand-made reuse, kvboost.

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from kvboost.choices import SELECTORS
 from kvboost.cli.bench_view import (
+    COUNT,
     bar,
     opened,
     prepare,
@@ -27,14 +28,13 @@ from kvboost.cli.bench_view import (
 from kvboost.cli.options import GroupedCommand, engine_options
 
 COMPARED = ("recompute_strategy", "recompute_ratio", "max_kl", "selector")  # engine options of ours
-_COUNT = click.IntRange(min=1)
 _COUNT_OR_NONE = click.IntRange(min=0)
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--documents", type=_COUNT, default=8, show_default=True, help="Per prompt.")
+@click.option("--documents", type=COUNT, default=8, show_default=True, help="Per prompt.")
 @click.option(
-    "--prompt-tokens", type=_COUNT, default=4_000, show_default=True, help="Of all documents, about."
+    "--prompt-tokens", type=COUNT, default=4_000, show_default=True, help="Of all documents, about."
 )
 @click.option(
     "--ratios", default="0.10,0.15", show_default=True, callback=read_shares, help="Recomputed shares."
@@ -46,13 +46,13 @@ _COUNT_OR_NONE = click.IntRange(min=0)
     callback=functools.partial(read_names, SELECTORS),
     help="How the recomputed tokens are chosen.",
 )
-@click.option("--rounds", type=_COUNT, default=5, show_default=True, help="Orders, with a question each.")
+@click.option("--rounds", type=COUNT, default=5, show_default=True, help="Orders, with a question each.")
 @click.option(
     "--pairs", type=_COUNT_OR_NONE, default=15, show_default=True, help="Prompts with nothing in common."
 )
-@click.option("--cold-tokens", type=_COUNT, default=1_000, show_default=True, help="Length of these.")
+@click.option("--cold-tokens", type=COUNT, default=1_000, show_default=True, help="Length of these.")
 @click.option("--chats", type=_COUNT_OR_NONE, default=3, show_default=True, help="Over reordered documents.")
-@click.option("--turns", type=_COUNT, default=5, show_default=True, help="Per chat.")
+@click.option("--turns", type=COUNT, default=5, show_default=True, help="Per chat.")
 @shared_options
 @engine_options
 def rag(

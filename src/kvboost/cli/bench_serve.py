@@ -12,10 +12,9 @@ from typing import Any
 import click
 from rich.table import Column, Table
 
-from kvboost.cli.bench_view import bar, json_line, prepare, show, simple_table, title
+from kvboost.cli.bench_view import COUNT, bar, json_line, out_option, prepare, show, simple_table, title
 from kvboost.cli.options import model_option
 
-_COUNT = click.IntRange(min=1)
 _RATE = click.FloatRange(min=0, min_open=True)
 
 
@@ -32,7 +31,7 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
 
 
 @click.command()
-@click.option("--requests", type=_COUNT, default=48, show_default=True, help="Per server and round.")
+@click.option("--requests", type=COUNT, default=48, show_default=True, help="Per server and round.")
 @click.option(
     "--rate",
     type=_RATE,
@@ -40,7 +39,7 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
     show_default=True,
     help="Arrivals per second, more than a server can answer: then the time to the last answer counts.",
 )
-@click.option("--prefixes", type=_COUNT, default=4, show_default=True, help="Beginnings that are shared.")
+@click.option("--prefixes", type=COUNT, default=4, show_default=True, help="Beginnings that are shared.")
 @click.option(
     "--prefix-tokens", default="600-1000", show_default=True, callback=_range, help="Length of each."
 )
@@ -58,8 +57,8 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
 @click.option(
     "--document-tokens", default="300-500", show_default=True, callback=_range, help="Length of each."
 )
-@click.option("--new-tokens", type=_COUNT, default=48, show_default=True, help="Longest answer.")
-@click.option("--rounds", type=_COUNT, default=1, show_default=True, help="Fresh servers and text in each.")
+@click.option("--new-tokens", type=COUNT, default=48, show_default=True, help="Longest answer.")
+@click.option("--rounds", type=COUNT, default=1, show_default=True, help="Fresh servers and text in each.")
 @click.option(
     "--long-tokens",
     type=click.IntRange(min=0),
@@ -68,7 +67,7 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
     help="A prompt of this length arrives amid a steady load; 0 leaves that part out.",
 )
 @click.option(
-    "--steady-requests", type=_COUNT, default=32, show_default=True, help="Of that load, with and without it."
+    "--steady-requests", type=COUNT, default=32, show_default=True, help="Of that load, with and without it."
 )
 @click.option("--steady-rate", type=_RATE, default=1.0, show_default=True, help="Arrivals per second.")
 @click.option(
@@ -100,9 +99,7 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
 )
 @model_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and arrivals.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
-)
+@out_option
 @json_line
 def serve(
     contestants: tuple[str, ...],

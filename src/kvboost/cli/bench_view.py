@@ -18,12 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from kvboost.cli.options import ENGINE_OPTIONS, model_option
-from kvboost.cli.session import opened_engine
+from kvboost.cli.session import FOLDER, opened_engine, unlimited
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
 
 Plot = Callable[[dict[str, Any], Path], list[Path]]
+COUNT = click.IntRange(min=1)
+out_option = click.option("--out", type=FOLDER, help="Also write the JSON into this folder.")
 json_line = click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON.")
 
 
@@ -35,9 +37,7 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--seed", type=int, default=0, show_default=True, help="Of texts, orders and questions."
         ),
         click.option(
-            "--out",
-            type=click.Path(file_okay=False, path_type=Path),
-            help="Also write the JSON and a plot (SVG and PNG) into this folder.",
+            "--out", type=FOLDER, help="Also write the JSON and a plot (SVG and PNG) into this folder."
         ),
         click.option("--plot/--no-plot", default=True, show_default=True, help="With --out."),
         json_line,
@@ -89,7 +89,7 @@ def opened(
         if name in engine_options:
             flag = "--" + name.replace("_", "-")
             raise click.UsageError(f"{flag} is what this benchmark compares: leave it out")
-    options = {"max_chunks": None, **engine_options, "recompute_strategy": "cacheblend"}
+    options = {**unlimited(engine_options), "recompute_strategy": "cacheblend"}
     names = {each.name for each in ENGINE_OPTIONS} - {"device"} | {"recompute_strategy"}
     constructor_options = {name: value for name, value in options.items() if name in names}
     with opened_engine(model, options, Console(stderr=True)) as engine:

@@ -202,9 +202,7 @@ def chat_table(report: DemoReport) -> Table:
 
 def answers(pairs: list[tuple[str, str]]) -> Text:
     """What was asked, and what the model said."""
-    lines = []
-    for question, answer in pairs:
-        lines.append(Text(f"- {question} ").append(" ".join(answer.split()), style="italic"))
+    lines = (Text(f"- {asked} ").append(" ".join(answer.split()), style="italic") for asked, answer in pairs)
     return Text("\n").join(lines)
 
 

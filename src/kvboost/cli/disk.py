@@ -61,22 +61,10 @@ def check(folder: Path, repair: bool, as_json: bool) -> None:
                 progress.update(task, completed=done, total=total)
 
             report = tier.check(repair=repair, progress=show)
-            found.append(
-                {
-                    "folder": str(tier_folder),
-                    "slots": report.slots,
-                    "good": report.good,
-                    "corrupt": report.corrupt,
-                    "writing": report.writing,
-                    "free": report.free,
-                    "problems": report.problems,
-                    "repaired": repair and bool(report.corrupt),
-                }
-            )
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        Console(highlight=False).print(check_table(found))
+            facts = ("slots", "good", "corrupt", "writing", "free", "problems")
+            one = {"folder": str(tier_folder), **{name: getattr(report, name) for name in facts}}
+            found.append({**one, "repaired": repair and bool(report.corrupt)})
+    _tell(found, None if as_json else check_table(found))
     if any(one["corrupt"] or one["problems"] for one in found):
         raise click.exceptions.Exit(_DAMAGED)
 
@@ -146,14 +134,9 @@ def disk_stats(folder: Path) -> list[dict[str, Any]]:
     for tier_folder in tier_folders(folder):
         with open_tier(tier_folder) as tier:
             entries = tier.entries()
-            found.append(
-                {
-                    **tier.stats(),
-                    "model": tier.label,
-                    "tokens": sum(len(entry.header.token_ids) for entry in entries),
-                    "kv_cache_bits": entries[0].header.meta["bits"] if entries else None,
-                }
-            )
+            tokens = sum(len(entry.header.token_ids) for entry in entries)
+            bits = entries[0].header.meta["bits"] if entries else None
+            found.append({**tier.stats(), "model": tier.label, "tokens": tokens, "kv_cache_bits": bits})
     return found
 
 
@@ -191,19 +174,21 @@ def stats(cache: Path | None, disk_folder: Path | None, as_json: bool) -> None:
         raise click.UsageError("give --cache or --disk, and not both")
     if disk_folder is not None:
         found = disk_stats(disk_folder)
-        if as_json:
-            click.echo(json.dumps(found))
-        else:
-            Console(highlight=False).print(disk_table(found))
+        _tell(found, None if as_json else disk_table(found))
         return
     assert cache is not None
     from kvboost.disk.snapshot import read_header
 
     summary = summarize(cache, read_header(cache))
-    if as_json:
-        click.echo(json.dumps(summary))
+    _tell(summary, None if as_json else stats_table(summary))
+
+
+def _tell(document: Any, table: Table | None) -> None:
+    """The table where there is one, else the document as JSON."""
+    if table is None:
+        click.echo(json.dumps(document))
     else:
-        Console(highlight=False).print(stats_table(summary))
+        Console(highlight=False).print(table)
 
 
 def summarize(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +211,7 @@ def summarize(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
         "kv_cache_bits": header.get("kv_cache_bits"),
         "kv_bytes": kv_bytes,
-        "disk_bytes": _disk_bytes(folder),
+        "disk_bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         "missing_files": sorted(name for name in shards if not (folder / name).is_file()),
         "namespaces": len(namespaces),
         "chunks_by_uses": uses_histogram(uses),
@@ -238,19 +223,11 @@ def _bits_in_words(bits: Any) -> str:
     return widths.get(bits) or f"{bits}-bit keys and values"
 
 
-def _disk_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-
-
 def uses_histogram(uses: list[int]) -> dict[str, int]:
     """Chunks by number of uses: 0, 1, then ranges that double."""
     found = Counter(count.bit_length() for count in uses)
-    return {_range_name(bits): found[bits] for bits in sorted(found)}
-
-
-def _range_name(bits: int) -> str:
-    low, high = (1 << bits) >> 1, (1 << bits) - 1
-    return str(low) if bits < 2 else f"{low}-{high}"
+    names = {bits: str(bits) if bits < 2 else f"{1 << bits >> 1}-{(1 << bits) - 1}" for bits in found}
+    return {names[bits]: found[bits] for bits in sorted(found)}
 
 
 def stats_table(summary: dict[str, Any]) -> Table:

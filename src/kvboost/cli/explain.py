@@ -134,18 +134,13 @@ def legend(explanation: Explanation) -> Text:
 def prompt_text(explanation: Explanation, *, marked: bool, full: bool) -> Text:
     """The prompt, each stretch in the colour of its origin; `marked` with its name in front."""
     text = Text()
-    for origin, stretch in _stretches(explanation):
+    for origin, spans in itertools.groupby(explanation, key=lambda span: span.origin.value):
         if marked:
             text.append(f"[{origin}]")
+        stretch = "".join(span.text for span in spans)
         for piece, style in _abbreviated(stretch, COLOURS[origin], full=full):
             text.append(piece.translate(_CONTROL), style=style)
     return text
-
-
-def _stretches(explanation: Explanation) -> Iterator[tuple[str, str]]:
-    """Neighbouring spans of one origin, put together."""
-    for origin, spans in itertools.groupby(explanation, key=lambda span: span.origin.value):
-        yield origin, "".join(span.text for span in spans)
 
 
 def _abbreviated(text: str, style: str, *, full: bool) -> Iterator[tuple[str, str]]:
@@ -185,16 +180,8 @@ def _row(span: ExplainedSpan) -> tuple[str, Text, str, Text]:
             start, end = span.donor_positions
             donor += f" at {start}-{end}, used {span.donor_uses} x"
             donor += ", on disk" if span.donor_on_disk else ""
-    return (
-        f"{span.start}-{span.end}",
-        Text(origin, style=COLOURS[origin]),
-        donor,
-        Text(_printable(span.reason)),
-    )
-
-
-def _printable(text: str) -> str:
-    return text.translate({**_CONTROL, 9: 0x2409, 10: 0x240A})
+    reason = span.reason.translate({**_CONTROL, 9: 0x2409, 10: 0x240A})
+    return f"{span.start}-{span.end}", Text(origin, style=COLOURS[origin]), donor, Text(reason)
 
 
 def summary(explanation: Explanation) -> str:

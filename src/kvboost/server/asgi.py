@@ -83,15 +83,7 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._serve(scope, receive, noting, note)
-        finally:
-            route = _route_of(scope)
-            self._metrics.count_request(route, note.status or CLIENT_GONE)
-            _access.info("%s", _line(scope["method"], route, note, (time.perf_counter() - started) * 1e3))
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, note: Note) -> None:
-        try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, noting)
         except ClientGoneError:
             note.status = CLIENT_GONE
             await send({"type": "http.response.start", "status": CLIENT_GONE, "headers": []})
@@ -100,7 +92,11 @@ class AccessLog:
             _logger.exception("a request to %s failed", _route_of(scope))
             if note.status:
                 raise  # the response has begun, and can only be cut off
-            await as_api_error(error).response()(scope, receive, send)
+            await as_api_error(error).response()(scope, receive, noting)
+        finally:
+            route = _route_of(scope)
+            self._metrics.count_request(route, note.status or CLIENT_GONE)
+            _access.info("%s", _line(scope["method"], route, note, (time.perf_counter() - started) * 1e3))
 
 
 def note_failure(told: ApiError, error: Exception) -> None:
@@ -174,7 +170,11 @@ class SiteGuard:
         """Whether no outsider can have made `name` point here."""
         if name in self._hosts or "." not in name or name.endswith(_LOCAL_ENDINGS):
             return True
-        return _is_address(name)
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
 
 
 def is_foreign(headers: Headers, let_in: Sequence[str]) -> bool:
@@ -193,14 +193,6 @@ def host_name(host: str) -> str:
     if name.startswith("["):
         return name[1:].partition("]")[0]
     return name.partition(":")[0]
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 # --- the client's end of the connection ------------------------------------------------------------
@@ -283,19 +275,14 @@ class EventStream(Response):
             group.start_soon(watch)
             with anyio.move_on_after(max(0.0, self._until - time.monotonic())) as limit:
                 await self._send_all(send)
-            if limit.cancelled_caught:
-                self._cut_off(scope)
+            if limit.cancelled_caught:  # drop what is still to be sent: the client does not read it
+                note = scope["state"]["note"]
+                note.error = "a client that does not read"
+                note.status = CLIENT_GONE
+                if (abort := scope["state"].get(ABORT)) is not None:
+                    abort()
                 await asyncio.sleep(0)  # so that the connection hears of it
             group.cancel_scope.cancel()
-
-    @staticmethod
-    def _cut_off(scope: Scope) -> None:
-        """Drop the connection and what is still to be sent: the client does not read it."""
-        note = scope["state"]["note"]
-        note.error = "a client that does not read"
-        note.status = CLIENT_GONE
-        if (abort := scope["state"].get(ABORT)) is not None:
-            abort()
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -61,7 +61,10 @@ class Gate:
         if is_admin:
             return Caller("admin", is_admin=True)
         if found is not None:
-            return self._of_key(*found)
+            number, key = found
+            only = len(self._keys) == 1 and self._admin is None
+            alone = bool(key.salt) and self._salts[key.salt] == 1
+            return Caller(f"key {number}", key.salt, is_admin=only, is_alone=alone)
         if given is not None and self._keys:
             raise ApiError(401, "this API key is not known here", code="invalid_api_key", headers=_ASK)
         if self._keys:
@@ -72,11 +75,6 @@ class Gate:
                 headers=_ASK,
             )
         return Caller(address, is_admin=self._admin is None)
-
-    def _of_key(self, number: int, key: ApiKey) -> Caller:
-        only = len(self._keys) == 1 and self._admin is None
-        alone = bool(key.salt) and self._salts[key.salt] == 1
-        return Caller(f"key {number}", key.salt, is_admin=only, is_alone=alone)
 
     def check_admin(self, caller: Caller) -> None:
         """For routes that concern everybody: the admin key, or any caller where there is none."""
@@ -116,17 +114,8 @@ def _digest(key: str) -> bytes:
 # --- what routes depend on -----------------------------------------------------------------------
 
 
-async def gate_of(request: Request) -> Gate:
-    gate: Gate = request.app.state.service.gate
-    return gate
-
-
-TheGate = Annotated[Gate, Depends(gate_of)]
-
-
 async def caller_of(
     request: Request,
-    gate: TheGate,
     note: TheNote,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
@@ -134,6 +123,7 @@ async def caller_of(
     given = None if credentials is None else credentials.credentials
     if credentials is None and "authorization" in request.headers:
         given = ""  # not a bearer token, so not a valid key
+    gate: Gate = request.app.state.service.gate
     caller = gate.caller(given, _address(request))
     note.caller = caller.name
     return caller
@@ -150,9 +140,9 @@ def _address(request: Request) -> str:
 AnyCaller = Annotated[Caller, Depends(caller_of)]
 
 
-async def admin_of(gate: TheGate, caller: AnyCaller) -> Caller:
+async def admin_of(request: Request, caller: AnyCaller) -> Caller:
     """A caller that may see and do what concerns everybody."""
-    gate.check_admin(caller)
+    request.app.state.service.gate.check_admin(caller)
     return caller
 
 

@@ -31,8 +31,8 @@ from kvboost.server.answers import (
 )
 from kvboost.server.asgi import EventStream, Note, TheNote, event_of, kept_alive, note_failure, unless_gone
 from kvboost.server.auth import AnyCaller, Caller
-from kvboost.server.errors import ApiError, as_api_error
-from kvboost.server.readers import Reading, described, parse, read_body
+from kvboost.server.errors import as_api_error, bad_field
+from kvboost.server.readers import Reading, described, parse
 from kvboost.server.schemas import AnyPrompt, ChatRequest, CompletionRequest, Generation
 from kvboost.server.service import Service, TheService, told_reason
 from kvboost.server.tickets import RequestTimeoutError, TokenQueue
@@ -94,11 +94,7 @@ async def _complete(
     service.check_ready()
     service.worker.check_room(caller.name)
     settings = service.settings
-    with service.readers.reading(caller.name, settings.read_timeout_s) as reading:
-        raw = await read_body(request, settings.max_request_bytes, reading)
-        work = reading.run(partial(_read, service, caller, kind, raw, reading))
-        body, drafts = await unless_gone(request.receive, work)
-        del raw, work
+    body, drafts = await service.read(request, caller, partial(_read, service, caller, kind))
     note.user = body.user
     answering = Answering(service, body, drafts, caller)
     writer = writer_kind(
@@ -187,12 +183,7 @@ def _read(
     prompts = body.prompts
     wanted, most = len(prompts) * body.choices, service.worker.max_choices
     if wanted > most:
-        raise ApiError(
-            400,
-            f"n: {wanted} answers in one request are more than the {most} that may wait",
-            param="n",
-            code="invalid_value",
-        )
+        raise bad_field("n", f"{wanted} answers in one request are more than the {most} that may wait")
     drafts: list[Draft] = []
     try:
         for prompt in prompts:
@@ -231,7 +222,7 @@ def _new_tokens(service: Service, body: Generation, prompt_tokens: int) -> int:
             field, message = body.prompt_field, f"{has}: shorten it"
         else:
             field, message = body.max_tokens_field, f"{has}: ask for at most {room} tokens, got {asked}"
-        raise ApiError(400, f"{field}: {message}", param=field, code="context_length_exceeded")
+        raise bad_field(field, message, "context_length_exceeded")
     if asked is not None:
         return asked
     default = service.settings.default_max_tokens

@@ -35,7 +35,7 @@ from kvboost.server.answers import (
 from kvboost.server.asgi import TheNote, unless_gone
 from kvboost.server.auth import Admin, AnyCaller, Caller
 from kvboost.server.errors import ApiError, as_api_error
-from kvboost.server.readers import Reading, described, parse, read_body
+from kvboost.server.readers import Reading, described, parse
 from kvboost.server.schemas import CacheRequest, ExplainRequest
 from kvboost.server.service import Service, TheService, told_reason
 from kvboost.server.tickets import Ticket
@@ -116,15 +116,8 @@ async def explain(request: Request, service: TheService, caller: AnyCaller) -> E
             prompt_tokens=found.prompt_tokens,
             cached_tokens=found.cached_tokens,
             choice=found.choice,
-            spans=[
-                ExplainedSpanBody(
-                    start=span.start,
-                    end=span.end,
-                    origin=span.origin,
-                    reason=told_reason(span.reason, caller),
-                    donor=span.donor,
-                    text=span.text,
-                )
+            spans=[  # of a span, the body takes what it has fields for
+                ExplainedSpanBody(**{**vars(span), "reason": told_reason(span.reason, caller)})
                 for span in found.spans
             ],
         )
@@ -178,19 +171,16 @@ async def _with_prompt(
     kind: type[B] = CacheRequest,  # type: ignore[assignment]  # a default for a type variable
 ) -> T:
     """Read a body with a prompt, and do `work` with it and its salt, in a thread."""
-    settings = service.settings
-    with service.readers.reading(caller.name, settings.read_timeout_s) as reading:
-        raw = await read_body(request, settings.max_request_bytes, reading)
 
-        def parsed() -> T:
-            body = parse(kind, raw, settings.max_messages)
-            salt = service.salt_of(caller, body.cache_salt, body.key_salt)
-            try:
-                return work(body, salt, reading)
-            except InvalidRequestError as error:
-                raise as_api_error(error, body.prompt_field) from error
+    def parsed(raw: bytes, reading: Reading) -> T:
+        body = parse(kind, raw, service.settings.max_messages)
+        salt = service.salt_of(caller, body.cache_salt, body.key_salt)
+        try:
+            return work(body, salt, reading)
+        except InvalidRequestError as error:
+            raise as_api_error(error, body.prompt_field) from error
 
-        return await unless_gone(request.receive, reading.run(parsed))
+    return await service.read(request, caller, parsed)
 
 
 # --- the smaller ones ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What the routes share: the engine, its worker, who may ask, and what was counted.
 
-Made once per application. Knows no HTTP beyond the errors that are told.
+Made once per application. Knows no route.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -24,10 +25,11 @@ from kvboost.requests.encoding import ReadingBounds
 from kvboost.requests.prompts import TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
 from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, Usage
+from kvboost.server.asgi import unless_gone
 from kvboost.server.auth import Caller, Gate, effective_salt
-from kvboost.server.errors import ApiError, as_api_error
+from kvboost.server.errors import ApiError, as_api_error, bad_field
 from kvboost.server.metrics import Metrics
-from kvboost.server.readers import Readers, Reading
+from kvboost.server.readers import Readers, Reading, read_body
 from kvboost.server.schemas import AnyPrompt, Reuse
 from kvboost.server.settings import ServerSettings
 from kvboost.server.tickets import ShuttingDownError, Ticket, TokenQueue
@@ -89,13 +91,20 @@ class Service:
 
     # --- requests ----------------------------------------------------------------------------
 
+    async def read(self, request: HttpRequest, caller: Caller, work: Callable[[bytes, Reading], T]) -> T:
+        """What `work` makes of a request's body, in a thread; cancelled where the client goes away."""
+        settings = self.settings
+        with self.readers.reading(caller.name, settings.read_timeout_s) as reading:
+            raw = await read_body(request, settings.max_request_bytes, reading)
+            return await unless_gone(request.receive, reading.run(partial(work, raw, reading)))
+
     def reuse_of(self, body: Reuse) -> dict[str, Any]:
         """What a request may reuse, as arguments: as it asks, or as the server does."""
         mode = GenerationMode(body.mode or self.settings.mode)
         for field in ("recompute_ratio", "selector"):
             if getattr(body, field) is not None and mode is not GenerationMode.CHUNK_KV_REUSE:
-                message = f"{field}: says how moved text is repaired, and mode {mode.value!r} reuses none"
-                raise ApiError(400, message, param=field, code="invalid_value")
+                message = f"says how moved text is repaired, and mode {mode.value!r} reuses none"
+                raise bad_field(field, message)
         return {"mode": mode, "repair": (body.recompute_ratio, body.selector)}
 
     def tokenize(
@@ -129,12 +138,8 @@ class Service:
         else:
             size = sum(len(each["content"]) for each in prompt if isinstance(each, dict))
         if most is not None and size > most:
-            raise ApiError(
-                400,
-                f"{field}: {size} characters are more than the {most} that this server takes; shorten it",
-                param=field,
-                code="context_length_exceeded",
-            )
+            message = f"{size} characters are more than the {most} that this server takes; shorten it"
+            raise bad_field(field, message, "context_length_exceeded")
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of generated tokens, as the engine gives it."""
@@ -151,12 +156,8 @@ class Service:
         """Refuse names of other models."""
         settings = self.settings
         if name not in (settings.model_name, *settings.aliases):
-            raise ApiError(
-                404,
-                f"the model {name[:100]!r} is not here; this server has {settings.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"the model {name[:100]!r} is not here; this server has {settings.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_ready(self) -> None:
         """Raise where no request can be taken."""
@@ -181,8 +182,7 @@ class Service:
                 request, tenant=tenant, timeout_s=timeout_s, answers=answers, queue=queue
             )
         except InvalidRequestError as error:
-            code = "context_length_exceeded"
-            raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
+            raise bad_field(param, error, "context_length_exceeded") from error
 
     def count_answer(self, first: GenerationResult, usage: Usage) -> None:
         """Count a completion whose first choice is `first`."""

@@ -138,7 +138,7 @@ class FairQueue:
     """At most `limit` requests, at most `share` of them of one tenant. Its owner holds a lock."""
 
     def __init__(self, limit: int, share: int | None = None) -> None:
-        self._limit = limit
+        self.limit = limit
         self.share = limit if share is None else min(limit, share)
         self._tenants: OrderedDict[str, deque[Ticket]] = OrderedDict()
         self._count = 0
@@ -155,10 +155,6 @@ class FairQueue:
     def waiting(self, tenant: str) -> int:
         """How many of a tenant's requests wait."""
         return len(self._tenants.get(tenant, ()))
-
-    @property
-    def is_full(self) -> bool:
-        return self._count >= self._limit
 
     def add(self, ticket: Ticket) -> None:
         self._tenants.setdefault(ticket.tenant, deque()).append(ticket)

@@ -113,12 +113,15 @@ class Worker:
             own = self._queue.waiting(tenant)
             self._stats.refused += 1
             is_own = own >= self._queue.share
-            raise QueueFullError(own if is_own else len(self._queue), self._retry_after_s(), own=is_own)
+            at_once = self.scheduler.max_sequences if self.scheduler is not None else 1
+            retry_after_s = max(1, min(60, round(self._answer_s * len(self._queue) / at_once)))
+            raise QueueFullError(own if is_own else len(self._queue), retry_after_s, own=is_own)
 
     def _may_wait(self, tenant: str) -> bool:
         """Whether a tenant may queue a request; of several tenants, one that has none waiting always may."""
         own = self._queue.waiting(tenant)
-        return own < self._queue.share and (not self._queue.is_full or (self._has_tenants and not own))
+        has_room = len(self._queue) < self._queue.limit or (self._has_tenants and not own)
+        return own < self._queue.share and has_room
 
     @property
     def tenants(self) -> set[str]:
@@ -166,10 +169,6 @@ class Worker:
                     ticket.cancel()  # the only thing that one that runs alone looks at
                 self._wake.notify()
             self._thread.join()
-
-    def _retry_after_s(self) -> int:
-        at_once = self.scheduler.max_sequences if self.scheduler is not None else 1
-        return max(1, min(60, round(self._answer_s * len(self._queue) / at_once)))
 
     # --- the thread --------------------------------------------------------------------------
 
