@@ -23,7 +23,7 @@ from kvboost.bench.contestants import (
     engine_answer,
     timed,
 )
-from kvboost.bench.record import head_of, spread
+from kvboost.bench.record import head_of, pair_ratios, spread
 from kvboost.bench.text import TextSource
 from kvboost.engine import InferenceEngine
 
@@ -149,14 +149,10 @@ def _measure_storing(
             turn = timed(functools.partial(engine_answer, engine, prompt, 2, mode=mode))
             if pair >= 0:
                 times[mode].append(turn.ttft_ms)
-    pairs = zip(times["prefix_cache"], times["baseline"], strict=True)
     return {
         "prompt_tokens": settings.cold_tokens,
         "pairs": settings.pairs,
         "baseline_ttft_ms": spread(times["baseline"]),
         "prefix_cache_ttft_ms": spread(times["prefix_cache"]),
-        "ratio_of_medians": round(
-            statistics.median(times["prefix_cache"]) / statistics.median(times["baseline"]), 3
-        ),
-        "median_of_pair_ratios": round(statistics.median(a / b for a, b in pairs), 3),
+        **pair_ratios(times["prefix_cache"], times["baseline"]),
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kvboost.bench.record import at_least, at_most, head_of, spread
+from kvboost.bench.record import at_least, at_most, head_of, pair_ratios, spread
 from kvboost.choices import SELECTORS, GenerationMode, Origin
 from kvboost.models import GenerationResult
 from kvboost.proof.documents import Document, DocumentPrompt, PromptWriter, Shelf, message
@@ -171,10 +171,7 @@ class _Bench:
             "cached_tokens": cached,
             "baseline_ttft_ms": spread(baseline),
             "ttft_ms": spread(ours),
-            "ratio_of_medians": round(statistics.median(ours) / statistics.median(baseline), 3),
-            "median_of_pair_ratios": round(
-                statistics.median(a / b for a, b in zip(ours, baseline, strict=True)), 3
-            ),
+            **pair_ratios(ours, baseline),
         }
 
     def _cold_ids(self, number: int) -> list[int]:

@@ -87,6 +87,16 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def pair_ratios(ours: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """How much longer ours took than the others, of measurements in pairs."""
+    return {
+        "ratio_of_medians": round(statistics.median(ours) / statistics.median(others), 3),
+        "median_of_pair_ratios": round(
+            statistics.median(a / b for a, b in zip(ours, others, strict=True)), 3
+        ),
+    }
+
+
 def at_least(name: str, value: float, limit: float) -> dict[str, Any]:
     """A target, and whether it was reached."""
     return {"name": name, "value": round(value, 3), "at_least": limit, "met": value >= limit}

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from kvboost.cli.bench_view import simple_table
-from kvboost.cli.options import json_option
+from kvboost.cli.options import json_option, setting
 from kvboost.errors import InvalidRequestError
 
 # Numbers that say where and how it was run, and spreads beside a median.
@@ -23,13 +23,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("before", type=_FILE)
 @click.argument("after", type=_FILE)
-@click.option(
-    "--changed-by",
-    type=click.FloatRange(min=0),
-    default=5.0,
-    show_default=True,
-    help="Show changes from, in %.",
-)
+@setting("--changed-by", 5.0, "Show changes from, in %.", click.FloatRange(min=0))
 @json_option
 def compare(before: Path, after: Path, changed_by: float, as_json: bool) -> None:
     """Show what changed from BEFORE to AFTER, two result files of the same benchmark.

@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvboost.cli.bench_view import COUNT, out_option, prepare, read_counts, show, simple_table, title
-from kvboost.cli.options import GroupedCommand, engine_options, model_option
+from kvboost.cli.bench_view import out_option, prepare, read_counts, show, simple_table, title
+from kvboost.cli.options import GroupedCommand, engine_options, model_option, setting
 from kvboost.cli.session import opened_engine, unlimited
 
 NAMES = {"plain": "plain", "hand_made": "hand-made", "kvboost": "kvboost", "kvboost_copied": "  copied"}
@@ -21,25 +21,11 @@ NAMES = {"plain": "plain", "hand_made": "hand-made", "kvboost": "kvboost", "kvbo
 
 @click.command(cls=GroupedCommand)
 @model_option
-@click.option(
-    "--lengths",
-    default="1024,2048,4096",
-    show_default=True,
-    callback=read_counts,
-    help="Shared tokens, one measurement each.",
-)
-@click.option("--rounds", type=COUNT, default=10, show_default=True, help="Per length.")
-@click.option(
-    "--plain-rounds",
-    type=COUNT,
-    default=3,
-    show_default=True,
-    help="Rounds in which plain generate, the slow one, takes part.",
-)
-@click.option(
-    "--new-tokens", type=click.IntRange(min=2), default=32, show_default=True, help="Length of the answers."
-)
-@click.option("--pairs", type=COUNT, default=21, show_default=True, help="Pairs for the cost of storing.")
+@setting("--lengths", "1024,2048,4096", "Shared tokens, one measurement each.", str, callback=read_counts)
+@setting("--rounds", 10, "Per length.")
+@setting("--plain-rounds", 3, "Rounds in which plain generate, the slow one, takes part.")
+@setting("--new-tokens", 32, "Length of the answers.", click.IntRange(min=2))
+@setting("--pairs", 21, "Pairs for the cost of storing.")
 @out_option
 @engine_options
 def prefix(model: str, out: Path | None, engine_options: dict[str, Any], **options: Any) -> None:
@@ -81,25 +67,20 @@ def prefix_table(record: dict[str, Any]) -> Table:
     )
     for item in record["lengths"]:
         contestants = item["contestants"]
+        hand_made, plain = (contestants[name]["ttft_ms"]["median"] for name in ("hand_made", "plain"))
         for name, outcome in contestants.items():
+            ttft = outcome["ttft_ms"]
             table.add_row(
                 f"{item['shared_tokens']:,}" if name == "plain" else "",
                 NAMES[name],
-                *_cells(outcome, contestants["hand_made"], contestants["plain"]),
+                f"{ttft['median']:,.0f} ({ttft['low']:,.0f}-{ttft['high']:,.0f})",
+                f"{ttft['median'] / hand_made:.2f}",
+                f"{ttft['median'] / plain:.3f}",
+                f"{outcome['decode_tokens_per_s']['median']:.1f}",
+                f"{outcome['same_tokens_as_plain']}/{outcome['compared_with_plain']}",
                 end_section=name == "kvboost_copied",
             )
     return table
-
-
-def _cells(outcome: dict[str, Any], hand_made: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
-    ttft = outcome["ttft_ms"]
-    return (
-        f"{ttft['median']:,.0f} ({ttft['low']:,.0f}-{ttft['high']:,.0f})",
-        f"{ttft['median'] / hand_made['ttft_ms']['median']:.2f}",
-        f"{ttft['median'] / plain['ttft_ms']['median']:.3f}",
-        f"{outcome['decode_tokens_per_s']['median']:.1f}",
-        f"{outcome['same_tokens_as_plain']}/{outcome['compared_with_plain']}",
-    )
 
 
 def storing_line(record: dict[str, Any]) -> str:

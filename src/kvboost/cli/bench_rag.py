@@ -14,7 +14,6 @@ from rich.table import Column, Table
 
 from kvboost.choices import SELECTORS
 from kvboost.cli.bench_view import (
-    COUNT,
     bar,
     opened,
     prepare,
@@ -25,34 +24,28 @@ from kvboost.cli.bench_view import (
     simple_table,
     title,
 )
-from kvboost.cli.options import GroupedCommand, engine_options
+from kvboost.cli.options import GroupedCommand, engine_options, setting
 
 COMPARED = ("recompute_strategy", "recompute_ratio", "max_kl", "selector")  # engine options of ours
 _COUNT_OR_NONE = click.IntRange(min=0)
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--documents", type=COUNT, default=8, show_default=True, help="Per prompt.")
-@click.option(
-    "--prompt-tokens", type=COUNT, default=4_000, show_default=True, help="Of all documents, about."
-)
-@click.option(
-    "--ratios", default="0.10,0.15", show_default=True, callback=read_shares, help="Recomputed shares."
-)
-@click.option(
+@setting("--documents", 8, "Per prompt.")
+@setting("--prompt-tokens", 4_000, "Of all documents, about.")
+@setting("--ratios", "0.10,0.15", "Recomputed shares.", str, callback=read_shares)
+@setting(
     "--selectors",
-    default=",".join(SELECTORS),
-    show_default=True,
+    ",".join(SELECTORS),
+    "How the recomputed tokens are chosen.",
+    str,
     callback=functools.partial(read_names, SELECTORS),
-    help="How the recomputed tokens are chosen.",
 )
-@click.option("--rounds", type=COUNT, default=5, show_default=True, help="Orders, with a question each.")
-@click.option(
-    "--pairs", type=_COUNT_OR_NONE, default=15, show_default=True, help="Prompts with nothing in common."
-)
-@click.option("--cold-tokens", type=COUNT, default=1_000, show_default=True, help="Length of these.")
-@click.option("--chats", type=_COUNT_OR_NONE, default=3, show_default=True, help="Over reordered documents.")
-@click.option("--turns", type=COUNT, default=5, show_default=True, help="Per chat.")
+@setting("--rounds", 5, "Orders, with a question each.")
+@setting("--pairs", 15, "Prompts with nothing in common.", _COUNT_OR_NONE)
+@setting("--cold-tokens", 1_000, "Length of these.")
+@setting("--chats", 3, "Over reordered documents.", _COUNT_OR_NONE)
+@setting("--turns", 5, "Per chat.")
 @shared_options
 @engine_options
 def rag(

@@ -17,14 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from kvboost.cli.options import ENGINE_OPTIONS, model_option
+from kvboost.cli.options import ENGINE_OPTIONS, model_option, setting
 from kvboost.cli.session import FOLDER, opened_engine, unlimited
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
 
 Plot = Callable[[dict[str, Any], Path], list[Path]]
-COUNT = click.IntRange(min=1)
 out_option = click.option("--out", type=FOLDER, help="Also write the JSON into this folder.")
 json_line = click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON.")
 
@@ -33,13 +32,11 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What benchmarks of found documents take beside their own options and the engine's."""
     options = (
         model_option,
-        click.option(
-            "--seed", type=int, default=0, show_default=True, help="Of texts, orders and questions."
-        ),
+        setting("--seed", 0, "Of texts, orders and questions.", int),
         click.option(
             "--out", type=FOLDER, help="Also write the JSON and a plot (SVG and PNG) into this folder."
         ),
-        click.option("--plot/--no-plot", default=True, show_default=True, help="With --out."),
+        setting("--plot/--no-plot", True, "With --out.", None),
         json_line,
     )
     for option in reversed(options):

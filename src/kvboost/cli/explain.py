@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvboost.cli.generate import as_prompt, read_prompt, read_text
-from kvboost.cli.options import GroupedCommand, engine_options_with, json_option
+from kvboost.cli.options import GroupedCommand, engine_options_with, json_option, setting
 from kvboost.cli.session import FOLDER, load_cache, opened_engine, unlimited
 from kvboost.cli.warm import TEXT_FILE, raise_errors, warm_texts
 
@@ -46,12 +46,10 @@ _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 @click.option(
     "--warm", "warm_files", type=TEXT_FILE, multiple=True, help="A text file to read first; repeatable."
 )
-@click.option(
+@setting(
     "--max-new-tokens",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Length of the answer that the prompt would get: some models reuse nothing beyond a length.",
+    64,
+    "Length of the answer that the prompt would get: some models reuse nothing beyond a length.",
 )
 @click.option("--full", is_flag=True, help="Leave nothing out of long prompts.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False, path_type=Path), help="Also draw it.")

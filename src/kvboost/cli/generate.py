@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from kvboost.cli.options import GroupedCommand, engine_options_with, json_option
+from kvboost.cli.options import COUNT, GroupedCommand, engine_options_with, json_option, setting
 from kvboost.cli.session import FOLDER, holds_cache, load_cache, opened_engine, unlimited
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ WITHOUT_CACHE = "baseline"
     help="Read the prompt from a UTF-8 text file.",
 )
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message (chat template).")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help="What is reused.")
+@click.option("--max-new-tokens", type=COUNT, default=64, show_default=True)
+@setting("--mode", MODES[0], "What is reused.", click.Choice(MODES))
 @click.option("--do-sample", is_flag=True, help="Draw tokens instead of taking the likeliest.")
 @click.option("--temperature", type=float, default=None, help="With --do-sample.  [default: 1.0]")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="Draw the same tokens every time.")

@@ -20,6 +20,7 @@ from kvboost.settings import GROUPS, EngineArguments, LoadingOptions, Option, op
 Command = Callable[..., Any]
 ENGINE_OPTIONS = tuple(options_of(EngineArguments))
 LOADING_OPTIONS = tuple(options_of(LoadingOptions))
+COUNT = click.IntRange(min=1)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -117,9 +118,14 @@ def _type_of(each: Option) -> tuple[Any, str | None]:
 # --- flags ---------------------------------------------------------------------------------------
 
 
-model_option = click.option(
-    "--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".'
-)
+def setting(
+    flag: str, default: Any, says: str, kind: Any = COUNT, **more: Any
+) -> Callable[[Command], Command]:
+    """An option with a default that `--help` shows; a count unless `kind` says what else."""
+    return click.option(flag, type=kind, default=default, show_default=True, help=says, **more)
+
+
+model_option = setting("--model", "builtin", 'A hub name, a folder, or "builtin".', str)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +29,8 @@ def opened_engine(
 ) -> Iterator[InferenceEngine]:
     """Load `model` and yield its engine; with `console`, a spinner shows what takes time."""
     with _quiet():
-        if console is None:
+        with nullcontext() if console is None else console.status(_loading_text(model)):
             engine = _load(model, options)
-        else:
-            with console.status(_loading_text(model)):
-                engine = _load(model, options)
         with engine:
             yield engine
 

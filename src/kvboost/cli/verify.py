@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvboost.cli.bench_view import bar, simple_table
-from kvboost.cli.options import GroupedCommand, engine_options_with, json_option
+from kvboost.cli.options import GroupedCommand, engine_options_with, json_option, setting
 from kvboost.cli.session import opened_engine, unlimited
 from kvboost.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from kvboost.proof.verify import CorrectnessReport
 
+MODES = ("prefix_cache", "chunk_kv_reuse")
 _WORDS = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[dim]not tried[/dim]"}
 
 
@@ -32,16 +33,8 @@ _WORDS = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[dim
     help="Prompts to ask: a text file with one per line, or JSON lines of texts or messages. "
     "[default: one of our own]",
 )
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Per answer."
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["prefix_cache", "chunk_kv_reuse"]),
-    default="prefix_cache",
-    show_default=True,
-    help="Which reuse the answers are compared with.",
-)
+@setting("--max-new-tokens", 32, "Per answer.")
+@setting("--mode", MODES[0], "Which reuse the answers are compared with.", click.Choice(MODES))
 @json_option
 @engine_options_with(max_chunks="no limit")
 def verify(
