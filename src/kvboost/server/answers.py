@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -325,13 +326,17 @@ class Writer:
     def __init__(self, model: str, names: TokenNames, *, has_logprobs: bool, has_usage: bool) -> None:
         self._names = names
         self._has_logprobs = has_logprobs
-        self._has_usage = has_usage
-        self._head: dict[str, Any] = {
+        head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": FINGERPRINT,
         }
+        counts: dict[str, Any] = {"usage": None} if has_usage else {}  # null until they come, if they come
+        whole, whole_name = self.whole_kind
+        chunk, chunk_name = self.chunk_kind
+        self._whole: Callable[..., Answer] = partial(whole, **head, object=whole_name)
+        self._chunk: Callable[..., Answer] = partial(chunk, **head, object=chunk_name, **counts)
 
     def whole(
         self, choices: Sequence[Choice], scores: Sequence[Sequence[TokenScore]], usage: Usage, reuse: Reuse
@@ -342,7 +347,7 @@ class Writer:
             logprobs = self._logprobs(scores[choice.index]) if self._has_logprobs else None
             about = {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
             bodies.append(self._choice(choice.text, is_whole=True, **about))
-        return self._filled(self.whole_kind, choices=bodies, usage=usage, kvboost=reuse)
+        return self._whole(choices=bodies, usage=usage, kvboost=reuse)
 
     def opening(self, index: int) -> Answer | None:  # noqa: ARG002
         """The first chunk of a choice, where there is one without text."""
@@ -351,27 +356,17 @@ class Writer:
     def piece(self, index: int, text: str, scores: Sequence[TokenScore]) -> Answer:
         """A chunk with text."""
         logprobs = self._logprobs(scores) if scores and self._has_logprobs else None
-        return self._chunk(self._choice(text, index=index, logprobs=logprobs, finish_reason=None))
+        choice = self._choice(text, index=index, logprobs=logprobs, finish_reason=None)
+        return self._chunk(choices=[choice])
 
     def closing(self, choice: Choice, reuse: Reuse | None) -> Answer:
         """The last chunk of a choice; of the last choice with its reuse, unless counts follow."""
         last = self._choice(None, index=choice.index, logprobs=None, finish_reason=choice.finish_reason)
-        return self._chunk(last, reuse)
+        return self._chunk(choices=[last], **({} if reuse is None else {"kvboost": reuse}))
 
     def counts(self, usage: Usage, reuse: Reuse) -> Answer:
         """The chunk with counts."""
-        return self._filled(self.chunk_kind, choices=[], usage=usage, kvboost=reuse)
-
-    def _chunk(self, choice: Answer, reuse: Reuse | None = None) -> Answer:
-        """Counts are null until they come, if they come."""
-        tail: dict[str, Any] = {"usage": None} if self._has_usage else {}
-        if reuse is not None:
-            tail["kvboost"] = reuse
-        return self._filled(self.chunk_kind, choices=[choice], **tail)
-
-    def _filled(self, kind: tuple[type[Completion], str], **fields: Any) -> Answer:
-        body, name = kind
-        return body(**self._head, object=name, **fields)
+        return self._chunk(choices=[], usage=usage, kvboost=reuse)
 
     def _choice(self, text: str | None, *, is_whole: bool = False, **about: Any) -> Answer:
         """A choice of a whole answer or of a chunk; the last chunk has no text."""
@@ -390,7 +385,8 @@ class ChatWriter(Writer):
 
     def opening(self, index: int) -> Answer:
         delta = Delta(role="assistant", content="")
-        return self._chunk(ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None))
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        return self._chunk(choices=[choice])
 
     def _choice(self, text: str | None, *, is_whole: bool = False, **about: Any) -> Answer:
         if is_whole:
