@@ -10,6 +10,7 @@ import ast
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -128,7 +129,7 @@ def served() -> Way:
     """A chat over HTTP, streamed, whose beginning is cached."""
     from tests.server.running import running
 
-    way = Way(("server/ticket", "token"))
+    way = Way(("server/tickets", "token"))
     with way.in_new_threads(), running(_engine()) as server:
         model = server.client.get("/v1/models").json()["data"][0]["id"]
 
@@ -143,10 +144,19 @@ def served() -> Way:
         for question in ("one", "two"):
             ask(question)
         server.service.worker.call(lambda: None).result()  # the step before it is over, and all is stored
+        while _counted(server.service) < 3:  # a request is counted after its client has the answer
+            time.sleep(0.01)
+        time.sleep(0.1)  # and logged
         way.is_on = True
         ask("three")
         assert not way.is_on
     return way
+
+
+def _counted(service: Any) -> int:
+    """How many requests are over."""
+    lines = service.metrics.text().decode().splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("kvboost_requests_total"))
 
 
 def _engine() -> KVBoost:

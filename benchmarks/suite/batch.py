@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from kvboost.bench.prefix import spread_rounds
-from kvboost.bench.record import machine_record
+from kvboost.bench.record import machine_record, spread
 from kvboost.bench.text import TextSource
-from kvboost.bench.timing import spread
 from kvboost.engine import InferenceEngine
 from kvboost.kv.arena import Arena
 from kvboost.run import decode
@@ -208,7 +207,7 @@ def _record(
     middle = {name: statistics.median(values) for name, values in times.items()}
     results = {
         name: {
-            "seconds": dataclasses.asdict(spread(values)),
+            "seconds": spread(values),
             "prompts_per_s": round(settings.batch / middle[name], 3),
             "same_answers": equal[name],
             "answers": compared[name],

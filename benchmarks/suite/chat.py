@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.bench.record import machine_record
-from kvboost.bench.timing import spread
+from kvboost.bench.record import machine_record, spread
 from kvboost.engine import InferenceEngine
 from kvboost.proof.documents import plain_text
 
@@ -116,7 +115,7 @@ def _summary(number: int, turns: list[Turn]) -> dict[str, Any]:
         "turn": number + 1,
         "prompt_tokens": round(statistics.fmean(turn.prompt_tokens for turn in found)),
         "cached_tokens": round(statistics.fmean(turn.cached_tokens for turn in found)),
-        "ttft_ms": dataclasses.asdict(spread([turn.ttft_ms for turn in found])),
-        "baseline_ttft_ms": dataclasses.asdict(spread(plain)) if plain else None,
+        "ttft_ms": spread([turn.ttft_ms for turn in found]),
+        "baseline_ttft_ms": spread(plain) if plain else None,
         "speedup": round(statistics.median(plain) / middle, 2) if plain else None,
     }

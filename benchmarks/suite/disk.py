@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from kvboost.bench.record import machine_record
-from kvboost.bench.timing import spread
+from kvboost.bench.record import machine_record, spread
 from kvboost.disk import serde
 from kvboost.disk.serde import Record
 from kvboost.disk.tier import SLOTS, DiskEntry, DiskTier
@@ -181,7 +180,7 @@ class _Bench:
             kind: [a / b for a, b in zip(self._seconds[f"plain {kind}"], self._seconds[kind], strict=True)]
             for kind in ("read", "write")
         }
-        ttft = {who: dataclasses.asdict(spread(times)) for who, times in self._ttft.items()}
+        ttft = {who: spread(times) for who, times in self._ttft.items()}
         return {
             "payload_bytes": size,
             "slot_bytes": self._slot_bytes,

@@ -25,8 +25,7 @@ from random import Random
 from typing import Any
 
 from kvboost.bench.prefix import spread_rounds
-from kvboost.bench.record import machine_record
-from kvboost.bench.timing import spread
+from kvboost.bench.record import machine_record, spread
 from kvboost.errors import KVBoostError
 from kvboost.proof.documents import Fact, Shelf, draw_facts
 
@@ -254,8 +253,8 @@ def _results(contestants: Sequence[Contestant]) -> dict[str, Any]:
     return {
         "contestants": {
             each.name: {
-                "seconds": dataclasses.asdict(spread(each.seconds)),
-                "cpu_seconds": dataclasses.asdict(spread(each.cpu_seconds)),
+                "seconds": spread(each.seconds),
+                "cpu_seconds": spread(each.cpu_seconds),
                 "metrics": each.metrics[-1],
             }
             for each in contestants

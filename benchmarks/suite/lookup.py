@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.suite import tiny_kv
-from kvboost.bench.record import machine_record
-from kvboost.bench.timing import spread
+from kvboost.bench.record import machine_record, spread
 from kvboost.errors import InvalidRequestError
 from kvboost.models import chained_hash_from_bytes, token_bytes
 from kvboost.store.manager import KVCacheManager
@@ -87,7 +86,7 @@ def run(settings: LookupSettings, tell: Tell = lambda _text: None) -> dict[str, 
                 store.times_ms.append(elapsed)
         for name, elapsed in _pieces_ms(prompt, settings.chunk_size).items():
             pieces[name].append(elapsed)
-    parts = {name: dataclasses.asdict(spread(times)) for name, times in pieces.items()}
+    parts = {name: spread(times) for name, times in pieces.items()}
     return {
         "benchmark": "lookup",
         "machine": machine,
@@ -151,8 +150,8 @@ def _outcome(store: FilledStore, hashes_ms: float) -> dict[str, Any]:
     return {
         "shape": store.shape,
         "chunks": store.size,
-        "lookup_ms": dataclasses.asdict(times),
-        "total_ms": round(times.median + hashes_ms, 2),
+        "lookup_ms": times,
+        "total_ms": round(times["median"] + hashes_ms, 2),
         "fill_us_per_chunk": round(store.fill_us_per_chunk, 1),
     }
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.suite.peer_process import Turn
-from kvboost.bench.contestants import Contestant, engine_answer, noting_logits
-from kvboost.bench.timing import Answer, Stamps, timed
+from kvboost.bench.contestants import Answer, Contestant, Stamps, engine_answer, noting_logits, timed
 from kvboost.engine import InferenceEngine
 from kvboost.proof.fresh_engine import fresh_engine
 

@@ -24,9 +24,8 @@ from benchmarks.suite.peer_prompts import PeerSettings, Prompts
 from benchmarks.suite.peer_rivals import Local, Reordering
 from kvboost.bench.contestants import HandMade, KVBoostCopied, KVBoostWarm, Plain
 from kvboost.bench.prefix import spread_rounds
-from kvboost.bench.record import machine_record
+from kvboost.bench.record import machine_record, spread
 from kvboost.bench.serve_servers import HTTP_PEER, reason_not_there
-from kvboost.bench.timing import spread
 from kvboost.choices import SELECTORS
 from kvboost.engine import InferenceEngine
 from kvboost.loading.embedded import BUILTIN_NAME, ensure_checkpoint, find_gguf
@@ -246,9 +245,9 @@ class _Bench:
         reported = [turn.reported_ttft_ms for turn in turns.values() if turn.reported_ttft_ms is not None]
         decode = [turn.decode_tokens_per_s for turn in turns.values() if turn.decode_tokens_per_s is not None]
         return {
-            "ttft_ms": dataclasses.asdict(spread([turn.ttft_ms for turn in turns.values()])),
-            "reported_ttft_ms": dataclasses.asdict(spread(reported)) if reported else None,
-            "decode_tokens_per_s": dataclasses.asdict(spread(decode)) if decode else None,
+            "ttft_ms": spread([turn.ttft_ms for turn in turns.values()]),
+            "reported_ttft_ms": spread(reported) if reported else None,
+            "decode_tokens_per_s": spread(decode) if decode else None,
             "reused_tokens": min(reused) if reused else None,
             "same_tokens_as_plain": sum(self._same(turn, reference) for turn, reference in both),
             "compared_with_plain": len(both),

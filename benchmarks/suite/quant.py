@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvboost.bench.record import machine_record
-from kvboost.bench.timing import spread
+from kvboost.bench.record import machine_record, spread
 from kvboost.choices import BITS, KVBits
 from kvboost.errors import InvalidRequestError
 from kvboost.kv.arena import Arena
@@ -371,7 +370,7 @@ def _width(
         "chunk_bytes": stored,
         "bytes_of_float16": round(stored / (2 * numbers), 4),
         "bytes_of_computed": round(stored / (size * layout.bytes_per_token), 4),
-        "ttft_ms": dataclasses.asdict(spread(times.ttft_ms)),
+        "ttft_ms": spread(times.ttft_ms),
         "ttft_ratio": round(statistics.median(ratios), 3),
         "store_gb_s": round(moved_bytes / statistics.median(times.store_s) / 1e9, 2),
         "load_gb_s": round(moved_bytes / statistics.median(times.load_s) / 1e9, 2),

@@ -15,16 +15,15 @@ import pytest
 
 import kvboost
 from benchmarks.suite.registry import COMMANDS
-from kvboost.cli import checkout
-from kvboost.cli.bench import ELSEWHERE, bench
-from kvboost.cli.checkout import checkout_commands, find_checkout
+from kvboost.cli.bench import ELSEWHERE, bench, checkout_commands, find_checkout
+from kvboost.cli.bench import PACKAGE as SUITE
 from tests.cli.test_main import HEAVY
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(kvboost.__file__).parent
 INSTALLED = {"compare", "prefix", "rag", "serve"}
 MEASURING = {"prefix", "rag", "serve", "serve_load", "serve_numbers", "serve_servers"}
-SHARED = {"__init__", "contestants", "plots", "record", "server_process", "stream_client", "text", "timing"}
+SHARED = {"__init__", "contestants", "plots", "record", "stream_client", "text"}
 COMMAND = (sys.executable, "-c", "from kvboost.cli.main import main; main()")
 FOREIGN = 'raise SystemExit("foreign code was run")\n'
 
@@ -132,6 +131,6 @@ def test_a_checkout_is_known_by_all_its_marks(tmp_path: Path, package: str, file
 def test_another_package_of_that_name_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     other = ModuleType("benchmarks")
     other.__file__ = "/elsewhere/benchmarks/__init__.py"
-    monkeypatch.setitem(sys.modules, checkout.PACKAGE, other)
+    monkeypatch.setitem(sys.modules, SUITE, other)
     with pytest.raises(click.ClickException, match="another one is loaded: /elsewhere"):
         checkout_commands.__wrapped__()

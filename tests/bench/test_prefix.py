@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+from kvboost.bench.contestants import Answer, Stamps, timed
 from kvboost.bench.prefix import spread_rounds
-from kvboost.bench.record import machine_record, write_record
+from kvboost.bench.record import machine_record, spread, write_record
 from kvboost.bench.text import TextSource
-from kvboost.bench.timing import Answer, Stamps, spread, timed
 from kvboost.cli.bench_prefix import prefix_table, storing_line
 from kvboost.cli.main import main
 from kvboost.errors import InvalidRequestError
@@ -42,17 +42,9 @@ def test_timing_counts_from_the_call_and_from_token_to_token() -> None:
 
 
 def test_spread() -> None:
-    several = spread([4.0, 1.0, 3.0, 2.0, 5.0])
-    assert (several.low, several.quartile_1, several.median, several.quartile_3, several.high) == (
-        1,
-        2,
-        3,
-        4,
-        5,
-    )
-    assert several.count == 5
-    single = spread([2.0])
-    assert (single.low, single.quartile_1, single.median, single.high, single.count) == (2, 2, 2, 2, 1)
+    quartiles = {"low": 1, "quartile_1": 2, "median": 3, "quartile_3": 4, "high": 5}
+    assert spread([4.0, 1.0, 3.0, 2.0, 5.0]) == {**quartiles, "count": 5}
+    assert spread([2.0]) == {**dict.fromkeys(quartiles, 2), "count": 1}
 
 
 @pytest.mark.parametrize(

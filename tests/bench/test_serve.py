@@ -19,8 +19,7 @@ from rich.console import Console
 from kvboost.bench import serve, serve_servers
 from kvboost.bench.serve_load import Arrival, ServeSettings, Workload, send
 from kvboost.bench.serve_numbers import long_summary, percentiles, summary, targets
-from kvboost.bench.serve_servers import HTTP_PEER
-from kvboost.bench.server_process import ServerFailedError, ServerProcess
+from kvboost.bench.serve_servers import HTTP_PEER, ServerFailedError, ServerProcess
 from kvboost.bench.stream_client import Reply, ask
 from kvboost.cli import bench_serve
 from kvboost.cli.main import main

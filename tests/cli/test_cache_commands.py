@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost.cli.stats import uses_histogram
+from kvboost.cli.disk import uses_histogram
 from tests.cli.command import kvboost
 
 TEXT = "The lamp is lit thirty minutes before sunset."  # the tiny tokenizer has a token per byte

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from kvboost.cli import demo as demo_module
 from kvboost.cli import demo_text
-from kvboost.cli.demo import Comparison, DemoReport, Turn
-from kvboost.cli.demo_report import explanation, seconds, show, span
+from kvboost.cli.demo import Comparison, DemoReport, Turn, explanation, seconds, show, span
 from kvboost.cli.main import main
 
 REPORT = DemoReport(

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from kvboost.choices import Origin
-from kvboost.cli import explain_view
+from kvboost.cli.explain import show, svg
 from kvboost.cli.main import main
 from kvboost.reuse.explain import ExplainedSpan, Explanation
 
@@ -38,7 +38,7 @@ def shown(explanation: Explanation, *, full: bool = False, colour: bool = False)
         color_system="standard" if colour else None,
         no_color=False,
     )
-    explain_view.show(explanation, console, full=full)
+    show(explanation, console, full=full)
     return output.getvalue()
 
 
@@ -90,11 +90,11 @@ def test_many_spans_are_cut_in_the_middle() -> None:
 
 
 def test_the_picture_is_whole_and_needs_nothing_else() -> None:
-    picture = explain_view.svg(EXPLANATION)
+    picture = svg(EXPLANATION)
     assert ElementTree.fromstring(picture).tag.endswith("svg")
     assert "@font-face" not in picture
     assert "recomputed" in picture
-    assert picture == explain_view.svg(EXPLANATION)
+    assert picture == svg(EXPLANATION)
 
 
 @pytest.mark.parametrize("arguments", [["builtin"], ["builtin", "hi", "--prompt-file", __file__]])

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvboost.bench.serve_servers import KVBOOST_COMMAND
-from kvboost.bench.server_process import ServerProcess
+from kvboost.bench.serve_servers import KVBOOST_COMMAND, ServerProcess
 from kvboost.bench.stream_client import Address, Reply, ask
 from kvboost.cli.main import main
 from tests.tiny_models import random_ids, tiny_model, tiny_tokenizer

@@ -22,8 +22,8 @@ from openai.types import chat as openai_types
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvboost import KVBoost
-from kvboost.server.bodies import parse
 from kvboost.server.errors import ApiError, of_validation
+from kvboost.server.readers import parse
 from kvboost.server.schemas import (
     Body,
     CacheRequest,

@@ -11,7 +11,7 @@ import pytest
 from kvboost import __version__
 from kvboost.batching.scheduler import Scheduler
 from kvboost.server.answers import ChatChunk, ChatCompletion, TextCompletion
-from kvboost.server.ticket import Ticket
+from kvboost.server.tickets import Ticket
 from tests.fixture_types import MakeEngine
 from tests.server.running import HELLO, Serve, joined
 from tests.tiny_models import random_ids

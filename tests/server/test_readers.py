@@ -13,7 +13,7 @@ import pytest
 
 from kvboost.server.errors import ApiError
 from kvboost.server.readers import THREADS, Readers, Reading
-from kvboost.server.ticket import ShuttingDownError
+from kvboost.server.tickets import ShuttingDownError
 
 Scenario = Callable[[Readers], Coroutine[Any, Any, None]]
 

@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvboost.bench.serve_servers import KVBOOST_COMMAND
-from kvboost.bench.server_process import ServerProcess
+from kvboost.bench.serve_servers import KVBOOST_COMMAND, ServerProcess
 from kvboost.bench.stream_client import Address, ask
 from kvboost.server.settings import ApiKey
 from tests.equivalence.proofs import write_result

@@ -13,7 +13,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.models import GenerationResult
 from kvboost.requests.request import Arguments
-from kvboost.server.sampling import LogprobRecorder, RepeatPenalties, TokenScore, sampling_arguments
+from kvboost.server.tokens import LogprobRecorder, RepeatPenalties, TokenScore, sampling_arguments
 from kvboost.server.worker import Worker
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from starlette.datastructures import Headers
 
+from kvboost.server.asgi import host_name, is_foreign
 from kvboost.server.settings import ApiKey
-from kvboost.server.sites import host_name, is_foreign
 from tests.fixture_types import MakeEngine
 from tests.server.running import Running, Serve, wait_for
 

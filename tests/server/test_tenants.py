@@ -20,8 +20,8 @@ from fastapi import FastAPI
 
 from kvboost import KVBoost
 from kvboost.server.app import create_app
-from kvboost.server.bodies import parse
 from kvboost.server.errors import ApiError
+from kvboost.server.readers import parse
 from kvboost.server.schemas import ChatRequest
 from kvboost.server.settings import ApiKey, ServerSettings
 from tests.fixture_types import MakeEngine

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvboost.server.text import Detokenizer, StopFinder, TokenNames
+from kvboost.server.tokens import Detokenizer, StopFinder, TokenNames
 from tests.tiny_models import tiny_tokenizer
 
 BYTES = tiny_tokenizer()  # a token per byte

@@ -13,8 +13,7 @@ import pytest
 from kvboost import GenerationMode, KVBoost
 from kvboost.batching import scheduler as scheduler_module
 from kvboost.errors import InvalidRequestError, KVBoostError
-from kvboost.server.fair_queue import FairQueue
-from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError, Ticket
+from kvboost.server.tickets import FairQueue, QueueFullError, RequestTimeoutError, ShuttingDownError, Ticket
 from kvboost.server.worker import Worker
 from tests.checked_requests import read_request
 from tests.fixture_types import MakeEngine

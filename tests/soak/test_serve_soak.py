@@ -20,8 +20,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from kvboost.bench.serve_servers import KVBOOST_COMMAND
-from kvboost.bench.server_process import ServerProcess
+from kvboost.bench.serve_servers import KVBOOST_COMMAND, ServerProcess
 from kvboost.bench.stream_client import ask
 from kvboost.cli.main import main
 from tests.equivalence.proofs import write_result

@@ -11,8 +11,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table
-from kvboost.cli.counts import read_counts
+from kvboost.cli.bench_view import bar, opened, prepare, read_counts, show, simple_table
 from kvboost.cli.options import GroupedCommand, engine_options
 
 _COUNT = click.IntRange(min=1)

@@ -14,9 +14,20 @@ import click
 from rich import box
 from rich.table import Table
 
-from kvboost.cli.bench_rag import COMPARED, read_names, read_shares, shared_options
-from kvboost.cli.bench_view import bar, opened, prepare, show, simple_table, title, verdict
-from kvboost.cli.counts import read_counts
+from kvboost.cli.bench_rag import COMPARED
+from kvboost.cli.bench_view import (
+    bar,
+    opened,
+    prepare,
+    read_counts,
+    read_names,
+    read_shares,
+    shared_options,
+    show,
+    simple_table,
+    title,
+    verdict,
+)
 from kvboost.cli.options import GroupedCommand, engine_options
 from kvboost.cli.options import bits as read_bits
 from kvboost.reuse.strategies import STRATEGIES

@@ -12,8 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvboost.cli.bench_view import prepare, show, simple_table, targets_table
-from kvboost.cli.counts import read_counts
+from kvboost.cli.bench_view import prepare, read_counts, show, simple_table, targets_table
 
 OUT = click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."

@@ -1,21 +1,70 @@
-"""Ways to answer a prompt whose beginning was seen before, all from token ids to token ids.
+"""Ways to answer a prompt whose beginning was seen before, all from token ids to token ids, and their times.
 
 Each pays for everything between its call and its answer; what a method may do between answers
-(cropping a cache back, for instance) is done in `settle`, outside the clock.
+(cropping a cache back, for instance) is done in `settle`, outside the clock. All are timed from outside, the
+same way: the clock starts at the call, and a stopping criterion notes when each token is there, so nothing
+that is measured has to be trusted to report its own times.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
-from kvboost.bench.timing import Answer, Stamps
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
+
+
+class Stamps:
+    """A stopping criterion that never stops and notes the time of every token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_options: Any) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a contestant hands back: the new tokens, and how many prompt tokens it did not compute."""
+
+    token_ids: list[int]
+    reused_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    """An answer with its times. Decoding is counted from the first token to the last."""
+
+    answer: Answer
+    ttft_ms: float
+    decode_tokens_per_s: float | None
+
+
+def timed(call: Callable[[Stamps], Answer]) -> TimedAnswer:
+    """Run `call`, which passes the stamps on as a stopping criterion; earlier work is waited for first."""
+    stamps = Stamps()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    answer = call(stamps)
+    times = stamps.times
+    decoding_s = times[-1] - times[0]
+    return TimedAnswer(
+        answer,
+        ttft_ms=(times[0] - started) * 1e3,
+        decode_tokens_per_s=(len(times) - 1) / decoding_s if decoding_s > 0 else None,
+    )
 
 
 class Contestant(Protocol):

@@ -40,9 +40,9 @@ def plot_first_tokens(record: dict[str, Any], folder: Path) -> list[Path]:
     contestants = record["contestants"]
     figure, axes = new_figure(7.2, 0.5 * len(contestants) + 1.2)
     names = list(contestants)
-    medians = [contestants[name]["ttft_ms"]["median"] / 1e3 for name in names]
-    lows = [contestants[name]["ttft_ms"]["low"] / 1e3 for name in names]
-    highs = [contestants[name]["ttft_ms"]["high"] / 1e3 for name in names]
+    medians, lows, highs = (
+        [contestants[name]["ttft_ms"][which] / 1e3 for name in names] for which in ("median", "low", "high")
+    )
     errors = [
         [middle - low for middle, low in zip(medians, lows, strict=True)],
         [high - middle for middle, high in zip(medians, highs, strict=True)],

@@ -7,7 +7,6 @@ A second part compares a first, cold request with and without storing. Knows no 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
 from collections.abc import Callable
@@ -20,11 +19,12 @@ from kvboost.bench.contestants import (
     KVBoostCopied,
     KVBoostWarm,
     Plain,
+    TimedAnswer,
     engine_answer,
+    timed,
 )
-from kvboost.bench.record import machine_record
+from kvboost.bench.record import head_of, pair_ratios, spread
 from kvboost.bench.text import TextSource
-from kvboost.bench.timing import TimedAnswer, spread, timed
 from kvboost.engine import InferenceEngine
 
 Tell = Callable[[str], None]
@@ -51,18 +51,14 @@ def run(
 
     The engine's cache needs room for everything: open it with `max_chunks=None`.
     """
-    machine = machine_record(engine.model.get_input_embeddings().weight.device)
+    head = head_of("prefix", engine, model, settings)
     text = TextSource(engine.tokenizer, max(settings.lengths))
     tell("warming up")
     _take_turn(Plain(engine.model), text.fresh(64), 4)
     engine.warm(text.prefix(max(settings.lengths)))  # the shorter prefixes are part of the longest
     lengths = [_measure_length(engine, text, shared, settings, tell) for shared in settings.lengths]
     return {
-        "benchmark": "prefix",
-        "model": model,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "machine": machine,
-        "settings": dataclasses.asdict(settings),
+        **head,
         "lengths": lengths,
         "storing": _measure_storing(engine, text, settings, tell),
     }
@@ -113,10 +109,8 @@ def spread_rounds(count: int, rounds: int) -> set[int]:
 def _outcome(turns: dict[int, TimedAnswer], plain: dict[int, TimedAnswer]) -> dict[str, Any]:
     """Spreads of one contestant, and in how many of plain's rounds it gave plain's tokens."""
     return {
-        "ttft_ms": dataclasses.asdict(spread([turn.ttft_ms for turn in turns.values()])),
-        "decode_tokens_per_s": dataclasses.asdict(
-            spread([turn.decode_tokens_per_s or 0.0 for turn in turns.values()])
-        ),
+        "ttft_ms": spread([turn.ttft_ms for turn in turns.values()]),
+        "decode_tokens_per_s": spread([turn.decode_tokens_per_s or 0.0 for turn in turns.values()]),
         "reused_tokens": min(turn.answer.reused_tokens for turn in turns.values()),
         "same_tokens_as_plain": sum(
             turns[number].answer.token_ids == turn.answer.token_ids for number, turn in plain.items()
@@ -155,14 +149,10 @@ def _measure_storing(
             turn = timed(functools.partial(engine_answer, engine, prompt, 2, mode=mode))
             if pair >= 0:
                 times[mode].append(turn.ttft_ms)
-    pairs = zip(times["prefix_cache"], times["baseline"], strict=True)
     return {
         "prompt_tokens": settings.cold_tokens,
         "pairs": settings.pairs,
-        "baseline_ttft_ms": dataclasses.asdict(spread(times["baseline"])),
-        "prefix_cache_ttft_ms": dataclasses.asdict(spread(times["prefix_cache"])),
-        "ratio_of_medians": round(
-            statistics.median(times["prefix_cache"]) / statistics.median(times["baseline"]), 3
-        ),
-        "median_of_pair_ratios": round(statistics.median(a / b for a, b in pairs), 3),
+        "baseline_ttft_ms": spread(times["baseline"]),
+        "prefix_cache_ttft_ms": spread(times["prefix_cache"]),
+        **pair_ratios(times["prefix_cache"], times["baseline"]),
     }

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kvboost.bench.record import machine_record
-from kvboost.bench.timing import spread
+from kvboost.bench.record import at_least, at_most, head_of, pair_ratios, spread
 from kvboost.choices import SELECTORS, GenerationMode, Origin
 from kvboost.models import GenerationResult
 from kvboost.proof.documents import Document, DocumentPrompt, PromptWriter, Shelf, message
@@ -78,17 +77,13 @@ def run(
     `engine` serves BASELINE and exact reuse; `open_engine` opens the others on its model.
     """
     bench = _Bench(engine, settings, open_engine, report)
-    machine = machine_record(engine.model.get_input_embeddings().weight.device)
+    head = head_of("rag", engine, model, settings)
     contestants = bench.shuffled_documents()
     wrong_guess = bench.wrong_guesses() if settings.pairs else None
     chat = bench.chats() if settings.chats and getattr(engine.tokenizer, "chat_template", None) else None
     bench.close()
     return {
-        "benchmark": "rag",
-        "model": model,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "machine": machine,
-        "settings": dataclasses.asdict(settings),
+        **head,
         "contestants": contestants,
         "wrong_guess": wrong_guess,
         "chat": chat,
@@ -174,12 +169,9 @@ class _Bench:
             "pairs": settings.pairs,
             "prompt_tokens": settings.cold_tokens,
             "cached_tokens": cached,
-            "baseline_ttft_ms": dataclasses.asdict(spread(baseline)),
-            "ttft_ms": dataclasses.asdict(spread(ours)),
-            "ratio_of_medians": round(statistics.median(ours) / statistics.median(baseline), 3),
-            "median_of_pair_ratios": round(
-                statistics.median(a / b for a, b in zip(ours, baseline, strict=True)), 3
-            ),
+            "baseline_ttft_ms": spread(baseline),
+            "ttft_ms": spread(ours),
+            **pair_ratios(ours, baseline),
         }
 
     def _cold_ids(self, number: int) -> list[int]:
@@ -240,7 +232,7 @@ def _outcome(results: Sequence[GenerationResult], baseline: Sequence[GenerationR
     """Times and shares of one contestant, and in how many rounds it began with BASELINE's token."""
     times = [result.ttft_ms for result in results]
     return {
-        "ttft_ms": dataclasses.asdict(spread(times)),
+        "ttft_ms": spread(times),
         "speedup": round(statistics.median(r.ttft_ms for r in baseline) / statistics.median(times), 2),
         "prompt_tokens": round(statistics.fmean(result.prompt_tokens for result in results)),
         "cached_share": _share(results, lambda result: result.cached_tokens),
@@ -263,7 +255,7 @@ def _turn_record(number: int, turn: Sequence[dict[str, GenerationResult]]) -> di
     for kind in ("approximate", "exact"):
         results = [results[kind] for results in turn]
         record[kind] = {
-            "ttft_ms": dataclasses.asdict(spread([result.ttft_ms for result in results])),
+            "ttft_ms": spread([result.ttft_ms for result in results]),
             "prompt_tokens": round(statistics.median(result.prompt_tokens for result in results)),
             "recomputed_tokens": max(result.recomputed_tokens for result in results),
             "origins": {
@@ -292,26 +284,18 @@ def targets(
     for ratio in settings.ratios:
         guided, deviation = (contestants.get(contestant_name(s, ratio)) for s in ("guided", "deviation"))
         if guided is not None and ratio in MIN_SPEEDUPS:
-            found.append(_at_least(f"baseline / guided {ratio:.0%}", guided["speedup"], MIN_SPEEDUPS[ratio]))
+            found.append(at_least(f"baseline / guided {ratio:.0%}", guided["speedup"], MIN_SPEEDUPS[ratio]))
         if guided is not None and deviation is not None:
             slower = deviation["ttft_ms"]["median"] / guided["ttft_ms"]["median"]
-            found.append(_at_least(f"deviation / guided at {ratio:.0%}", slower, 1.0))
+            found.append(at_least(f"deviation / guided at {ratio:.0%}", slower, 1.0))
     if wrong_guess is not None:
         found.append(
-            _at_most("nothing in common / baseline", wrong_guess["ratio_of_medians"], MAX_WRONG_GUESS)
+            at_most("nothing in common / baseline", wrong_guess["ratio_of_medians"], MAX_WRONG_GUESS)
         )
     if chat is not None and len(chat) > 1:
         later = chat[1:]
         slowest = max(t["approximate"]["ttft_ms"]["median"] / t["exact"]["ttft_ms"]["median"] for t in later)
         repaired = max(turn["approximate"]["recomputed_tokens"] for turn in later)
-        found.append(_at_most("chat, slowest later turn / exact hits", slowest, MAX_CHAT_OVER_EXACT))
-        found.append(_at_most("chat, tokens repaired in later turns", repaired, 0))
+        found.append(at_most("chat, slowest later turn / exact hits", slowest, MAX_CHAT_OVER_EXACT))
+        found.append(at_most("chat, tokens repaired in later turns", repaired, 0))
     return found
-
-
-def _at_least(name: str, value: float, limit: float) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 3), "at_least": limit, "met": value >= limit}
-
-
-def _at_most(name: str, value: float, limit: float) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 3), "at_most": limit, "met": value <= limit}

@@ -36,11 +36,12 @@ from kvboost.bench.serve_servers import (
     KVBOOST,
     LABELS,
     Contestant,
+    ServerFailedError,
+    ServerProcess,
     checkpoint_of,
     contestants,
     reason_not_there,
 )
-from kvboost.bench.server_process import ServerFailedError, ServerProcess
 from kvboost.bench.stream_client import Address, Reply, ask
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done

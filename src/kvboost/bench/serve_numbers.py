@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvboost.bench.serve_servers import ALONE, KVBOOST, PAGED, PLAIN
-from kvboost.bench.server_process import ServerFailedError
+from kvboost.bench.record import at_least, at_most
+from kvboost.bench.serve_servers import ALONE, KVBOOST, PAGED, PLAIN, ServerFailedError
 from kvboost.bench.stream_client import Reply
 
 LEAST_OVER = {ALONE: 2.0, PAGED: 2.0, PLAIN: 4.0}
@@ -82,12 +82,10 @@ def targets(
     for name, least in least_over.items():
         if KVBOOST in servers and name in servers and servers[name]["tokens_per_s"]:
             value = servers[KVBOOST]["tokens_per_s"] / servers[name]["tokens_per_s"]
-            label = f"tokens/s: kvboost / {name}"
-            found.append({"name": label, "value": round(value, 3), "at_least": least, "met": value >= least})
+            found.append(at_least(f"tokens/s: kvboost / {name}", value, least))
     if long is not None and long["gap_p99_ratio"] is not None:
-        value = long["gap_p99_ratio"]
         label = "p99 of gaps: with a long prompt / without"
-        found.append({"name": label, "value": value, "at_most": MAX_GAP_RATIO, "met": value <= MAX_GAP_RATIO})
+        found.append(at_most(label, long["gap_p99_ratio"], MAX_GAP_RATIO))
     return found
 
 

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from kvboost.cli.bench_view import simple_table
+from kvboost.cli.options import json_option, setting
 from kvboost.errors import InvalidRequestError
 
 # Numbers that say where and how it was run, and spreads beside a median.
@@ -22,14 +23,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("before", type=_FILE)
 @click.argument("after", type=_FILE)
-@click.option(
-    "--changed-by",
-    type=click.FloatRange(min=0),
-    default=5.0,
-    show_default=True,
-    help="Show changes from, in %.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@setting("--changed-by", 5.0, "Show changes from, in %.", click.FloatRange(min=0))
+@json_option
 def compare(before: Path, after: Path, changed_by: float, as_json: bool) -> None:
     """Show what changed from BEFORE to AFTER, two result files of the same benchmark.
 
@@ -51,9 +46,7 @@ def compare(before: Path, after: Path, changed_by: float, as_json: bool) -> None
     console = Console(highlight=False)
     for line in different:
         console.print(f"[yellow]not alike[/yellow]: {line}")
-    table = simple_table("")
-    for heading in ("before", "after", "change"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = simple_table("", "before", "after", "change")
     for row in shown:
         change = "" if row["change_percent"] is None else f"{row['change_percent']:+.0f}%"
         table.add_row(row["name"], _number(row["before"]), _number(row["after"]), change)

@@ -5,68 +5,30 @@ Knows how the record is shown, not how it is measured.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from kvboost.cli.counts import read_counts
-from kvboost.cli.options import GroupedCommand, engine_options
-from kvboost.cli.session import opened_engine
+from kvboost.cli.bench_view import out_option, prepare, read_counts, show, simple_table, title
+from kvboost.cli.options import GroupedCommand, engine_options, model_option, setting
+from kvboost.cli.session import opened_engine, unlimited
 
-NAMES = {
-    "plain": "plain",
-    "hand_made": "hand-made",
-    "kvboost": "kvboost",
-    "kvboost_copied": "  copied",
-}
+NAMES = {"plain": "plain", "hand_made": "hand-made", "kvboost": "kvboost", "kvboost_copied": "  copied"}
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
-@click.option(
-    "--lengths",
-    default="1024,2048,4096",
-    show_default=True,
-    callback=read_counts,
-    help="Shared tokens, one measurement each.",
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True, help="Per length.")
-@click.option(
-    "--plain-rounds",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Rounds in which plain generate, the slow one, takes part.",
-)
-@click.option(
-    "--new-tokens", type=click.IntRange(min=2), default=32, show_default=True, help="Length of the answers."
-)
-@click.option(
-    "--pairs",
-    type=click.IntRange(min=1),
-    default=21,
-    show_default=True,
-    help="Pairs for the cost of storing.",
-)
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
-)
+@model_option
+@setting("--lengths", "1024,2048,4096", "Shared tokens, one measurement each.", str, callback=read_counts)
+@setting("--rounds", 10, "Per length.")
+@setting("--plain-rounds", 3, "Rounds in which plain generate, the slow one, takes part.")
+@setting("--new-tokens", 32, "Length of the answers.", click.IntRange(min=2))
+@setting("--pairs", 21, "Pairs for the cost of storing.")
+@out_option
 @engine_options
-def prefix(
-    model: str,
-    lengths: tuple[int, ...],
-    rounds: int,
-    plain_rounds: int,
-    new_tokens: int,
-    pairs: int,
-    out: Path | None,
-    engine_options: dict[str, Any],
-) -> None:
+def prefix(model: str, out: Path | None, engine_options: dict[str, Any], **options: Any) -> None:
     """A long beginning seen before: plain generate, hand-made reuse, kvboost.
 
     All answer the same prompts, in turns, in one process: a shared beginning and 20 tokens that are
@@ -79,60 +41,46 @@ def prefix(
     kvboost bench prefix --lengths 1024 --rounds 5 --out results
     """
     from kvboost.bench.prefix import PrefixSettings, run
-    from kvboost.bench.record import write_record
 
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # an error now is better than one after the work
-    settings = PrefixSettings(lengths, rounds, plain_rounds, new_tokens=new_tokens, pairs=pairs)
-    options = {"max_chunks": None, **engine_options}
+    prepare(out)
+    settings = PrefixSettings(**options)
     progress = Console(stderr=True)
-    with opened_engine(model, options, progress) as engine, progress.status("starting") as status:
+    with (
+        opened_engine(model, unlimited(engine_options), progress) as engine,
+        progress.status("starting") as status,
+    ):
         record = run(engine, model, settings, status.update)
-    console = Console(highlight=False)
-    console.print(prefix_table(record))
-    console.print(storing_line(record), markup=False)
-    if out is not None:
-        console.print(f"written to {write_record(record, out)}", markup=False)
-    click.echo(json.dumps(record))
+    show(record, [prefix_table(record), storing_line(record)], out)
 
 
 def prefix_table(record: dict[str, Any]) -> Table:
     """A row per length and contestant: medians, for TTFT with the lowest and the highest."""
-    machine = record["machine"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
-    title = f"{record['model']}, {record['dtype']}, {where}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("shared", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for heading in (
+    table = simple_table(
+        Column("shared", justify="right", no_wrap=True),
+        Column("", no_wrap=True),
         "first token, ms\nmedian (range)",
         "x hand-\nmade",
         "x plain",
         "decode\ntok/s",
         "same\ntokens",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+        above=title(record),
+    )
     for item in record["lengths"]:
         contestants = item["contestants"]
+        hand_made, plain = (contestants[name]["ttft_ms"]["median"] for name in ("hand_made", "plain"))
         for name, outcome in contestants.items():
+            ttft = outcome["ttft_ms"]
             table.add_row(
                 f"{item['shared_tokens']:,}" if name == "plain" else "",
                 NAMES[name],
-                *_cells(outcome, contestants["hand_made"], contestants["plain"]),
+                f"{ttft['median']:,.0f} ({ttft['low']:,.0f}-{ttft['high']:,.0f})",
+                f"{ttft['median'] / hand_made:.2f}",
+                f"{ttft['median'] / plain:.3f}",
+                f"{outcome['decode_tokens_per_s']['median']:.1f}",
+                f"{outcome['same_tokens_as_plain']}/{outcome['compared_with_plain']}",
                 end_section=name == "kvboost_copied",
             )
     return table
-
-
-def _cells(outcome: dict[str, Any], hand_made: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
-    ttft = outcome["ttft_ms"]
-    return (
-        f"{ttft['median']:,.0f} ({ttft['low']:,.0f}-{ttft['high']:,.0f})",
-        f"{ttft['median'] / hand_made['ttft_ms']['median']:.2f}",
-        f"{ttft['median'] / plain['ttft_ms']['median']:.3f}",
-        f"{outcome['decode_tokens_per_s']['median']:.1f}",
-        f"{outcome['same_tokens_as_plain']}/{outcome['compared_with_plain']}",
-    )
 
 
 def storing_line(record: dict[str, Any]) -> str:

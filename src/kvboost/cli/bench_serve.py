@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
+from rich.table import Column, Table
 
-from kvboost.cli.bench_view import bar, prepare, show, simple_table, title
+from kvboost.cli.bench_view import bar, json_line, out_option, prepare, show, simple_table, title
+from kvboost.cli.options import model_option, setting
+from kvboost.cli.session import FOLDER
 
-_COUNT = click.IntRange(min=1)
 _RATE = click.FloatRange(min=0, min_open=True)
 
 
@@ -31,45 +32,34 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
 
 
 @click.command()
-@click.option("--requests", type=_COUNT, default=48, show_default=True, help="Per server and round.")
-@click.option(
+@setting("--requests", 48, "Per server and round.")
+@setting(
     "--rate",
-    type=_RATE,
-    default=8.0,
-    show_default=True,
-    help="Arrivals per second, more than a server can answer: then the time to the last answer counts.",
+    8.0,
+    "Arrivals per second, more than a server can answer: then the time to the last answer counts.",
+    _RATE,
 )
-@click.option("--prefixes", type=_COUNT, default=4, show_default=True, help="Beginnings that are shared.")
-@click.option(
-    "--prefix-tokens", default="600-1000", show_default=True, callback=_range, help="Length of each."
-)
-@click.option(
-    "--tail-tokens", default="20-60", show_default=True, callback=_range, help="New behind it, per request."
-)
-@click.option(
+@setting("--prefixes", 4, "Beginnings that are shared.")
+@setting("--prefix-tokens", "600-1000", "Length of each.", str, callback=_range)
+@setting("--tail-tokens", "20-60", "New behind it, per request.", str, callback=_range)
+@setting(
     "--documents",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="RAG traffic: so many documents that the server has read, in another order in every prompt, with "
+    0,
+    "RAG traffic: so many documents that the server has read, in another order in every prompt, with "
     "approximate reuse. Only kvboost's two servers take part.",
+    click.IntRange(min=0),
 )
-@click.option(
-    "--document-tokens", default="300-500", show_default=True, callback=_range, help="Length of each."
-)
-@click.option("--new-tokens", type=_COUNT, default=48, show_default=True, help="Longest answer.")
-@click.option("--rounds", type=_COUNT, default=1, show_default=True, help="Fresh servers and text in each.")
-@click.option(
+@setting("--document-tokens", "300-500", "Length of each.", str, callback=_range)
+@setting("--new-tokens", 48, "Longest answer.")
+@setting("--rounds", 1, "Fresh servers and text in each.")
+@setting(
     "--long-tokens",
-    type=click.IntRange(min=0),
-    default=4_000,
-    show_default=True,
-    help="A prompt of this length arrives amid a steady load; 0 leaves that part out.",
+    4_000,
+    "A prompt of this length arrives amid a steady load; 0 leaves that part out.",
+    click.IntRange(min=0),
 )
-@click.option(
-    "--steady-requests", type=_COUNT, default=32, show_default=True, help="Of that load, with and without it."
-)
-@click.option("--steady-rate", type=_RATE, default=1.0, show_default=True, help="Arrivals per second.")
+@setting("--steady-requests", 32, "Of that load, with and without it.")
+@setting("--steady-rate", 1.0, "Arrivals per second.", _RATE)
 @click.option(
     "--only",
     "contestants",
@@ -83,26 +73,12 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
     metavar="FLAGS",
     help='More flags for both of kvboost\'s servers, e.g. "--max-sequences 8".',
 )
-@click.option(
-    "--peers-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=".venv-peers",
-    show_default=True,
-    help="Where `make peers` put the environments.",
-)
-@click.option(
-    "--deadline",
-    type=click.FloatRange(min=1),
-    default=900.0,
-    show_default=True,
-    help="Seconds that a server has to answer everything.",
-)
-@click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
-@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and arrivals.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Also write the JSON into this folder."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON.")
+@setting("--peers-dir", ".venv-peers", "Where `make peers` put the environments.", FOLDER)
+@setting("--deadline", 900.0, "Seconds that a server has to answer everything.", click.FloatRange(min=1))
+@model_option
+@setting("--seed", 0, "Of lengths and arrivals.", int)
+@out_option
+@json_line
 def serve(
     contestants: tuple[str, ...],
     serve_flags: str,
@@ -152,16 +128,8 @@ def serve(
 
 def servers_table(record: dict[str, Any]) -> Table:
     """A row per server."""
-    table = simple_table("")
-    table.columns[0].min_width = 18
-    for heading in (
-        "tokens/s",
-        "kvboost\nis at",
-        "first token, s\np50 / p99",
-        "gap, ms\np50 / p99",
-        "answered",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("tokens/s", "kvboost\nis at", "first token, s\np50 / p99", "gap, ms\np50 / p99", "answered")
+    table = simple_table(Column("", overflow="fold", min_width=18), *headings)
     ours = record["servers"].get("kvboost", {}).get("tokens_per_s")
     for name, found in record["servers"].items():
         against = f"{ours / found['tokens_per_s']:.2f} x" if ours and found["tokens_per_s"] else "-"
@@ -202,9 +170,7 @@ def long_parts(record: dict[str, Any]) -> list[Table | str]:
     long = record["long_prompt"]
     if long is None:
         return []
-    table = simple_table("gaps between tokens, ms")
-    for heading in ("p50", "p95", "p99", "highest"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = simple_table("gaps between tokens, ms", "p50", "p95", "p99", "highest")
     tokens = f"{long['long_prompt_tokens']:,}"
     for name, part, label in (
         ("without", "all_ms", "a steady load"),

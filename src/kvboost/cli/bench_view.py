@@ -1,4 +1,4 @@
-"""What the benchmark commands share: opening engines, a progress bar, tables, files, the line of JSON.
+"""What the benchmark commands share: flags, opening engines, a progress bar, tables, files, the line of JSON.
 
 Knows no benchmark.
 """
@@ -15,15 +15,66 @@ import click
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from kvboost.cli.options import ENGINE_OPTIONS
-from kvboost.cli.session import opened_engine
+from kvboost.cli.options import ENGINE_OPTIONS, model_option, setting
+from kvboost.cli.session import FOLDER, opened_engine, unlimited
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
 
 Plot = Callable[[dict[str, Any], Path], list[Path]]
+out_option = click.option("--out", type=FOLDER, help="Also write the JSON into this folder.")
+json_line = click.option("--json", "as_json", is_flag=True, help="Print only the line of JSON.")
+
+
+def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What benchmarks of found documents take beside their own options and the engine's."""
+    options = (
+        model_option,
+        setting("--seed", 0, "Of texts, orders and questions.", int),
+        click.option(
+            "--out", type=FOLDER, help="Also write the JSON and a plot (SVG and PNG) into this folder."
+        ),
+        setting("--plot/--no-plot", True, "With --out.", None),
+        json_line,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def read_counts(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...]:
+    """A callback for options: `1024,2048` becomes (1024, 2048)."""
+    try:
+        counts = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"expected numbers with commas between them, got {value!r}") from None
+    if min(counts) < 1:
+        raise click.BadParameter(f"every number must be at least 1, got {min(counts)}")
+    return counts
+
+
+def read_shares(_context: click.Context, _option: click.Parameter, value: str) -> tuple[float, ...]:
+    """A callback for options: `0.05,0.10` becomes (0.05, 0.1)."""
+    try:
+        shares = tuple(float(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"expected numbers with commas between them, got {value!r}") from None
+    if not all(0 < share <= 1 for share in shares):
+        raise click.BadParameter(f"every number must be above 0 and at most 1, got {value!r}")
+    return tuple(dict.fromkeys(shares))
+
+
+def read_names(
+    allowed: tuple[str, ...], _context: click.Context, _option: click.Parameter, value: str
+) -> tuple[str, ...]:
+    """A callback for options: `guided,random`, each of them allowed."""
+    names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise click.BadParameter(f"expected some of {', '.join(allowed)}, got {name!r}")
+    return names
 
 
 @contextmanager
@@ -35,7 +86,7 @@ def opened(
         if name in engine_options:
             flag = "--" + name.replace("_", "-")
             raise click.UsageError(f"{flag} is what this benchmark compares: leave it out")
-    options = {"max_chunks": None, **engine_options, "recompute_strategy": "cacheblend"}
+    options = {**unlimited(engine_options), "recompute_strategy": "cacheblend"}
     names = {each.name for each in ENGINE_OPTIONS} - {"device"} | {"recompute_strategy"}
     constructor_options = {name: value for name, value in options.items() if name in names}
     with opened_engine(model, options, Console(stderr=True)) as engine:
@@ -83,9 +134,7 @@ def show(
 
 def targets_table(targets: list[dict[str, Any]]) -> Table:
     """What was to be reached and what was; of several replays the worst counts."""
-    table = simple_table("target")
-    for heading in ("measured", "limit", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = simple_table("target", "measured", "limit", "")
     for target in targets:
         at_most = "at_most" in target
         limit = f"at most {target['at_most']:g}" if at_most else f"at least {target['at_least']:g}"
@@ -105,8 +154,15 @@ def title(record: dict[str, Any]) -> str:
     return f"{record['model']}, {record['dtype']}, {where}"
 
 
-def simple_table(first_column: str) -> Table:
-    """An empty table with its first column."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first_column, overflow="fold")
-    return table
+def simple_table(first: str | Column, *others: str | Column, above: str | None = None) -> Table:
+    """An empty table: where only headings are given, the first column is for names, others for numbers."""
+    names = Column(first, overflow="fold") if isinstance(first, str) else first
+    columns = [names, *numbers(*others)]
+    return Table(*columns, title=above, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def numbers(*headings: str | Column) -> list[Column]:
+    """Columns for numbers."""
+    return [
+        Column(each, justify="right", no_wrap=True) if isinstance(each, str) else each for each in headings
+    ]

@@ -14,27 +14,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvboost.cli.cache_folder import unlimited
-from kvboost.cli.options import GroupedCommand, engine_options_with
-from kvboost.cli.session import opened_engine
+from kvboost.cli.options import GroupedCommand, engine_options_with, json_option, setting
+from kvboost.cli.session import opened_engine, unlimited
 from kvboost.settings import DEFAULT_MAX_KL
 
 if TYPE_CHECKING:
     from kvboost.proof.calibration import Calibration
 
-DEFAULT_PROMPTS = 12
-
 
 @click.command(cls=GroupedCommand)
 @click.argument("model")
-@click.option(
-    "--prompts",
-    type=click.IntRange(min=4),
-    default=DEFAULT_PROMPTS,
-    show_default=True,
-    help="Prompts to measure; more are steadier and take longer.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@setting("--prompts", 12, "Prompts to measure; more are steadier and take longer.", click.IntRange(min=4))
+@json_option
 @engine_options_with(max_chunks="no limit")
 def calibrate(model: str, prompts: int, as_json: bool, engine_options: dict[str, Any]) -> None:
     """Measure how exact MODEL's approximate reuse is, and keep the result.

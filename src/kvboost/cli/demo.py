@@ -1,6 +1,6 @@
 """`kvboost demo`: the same questions with and without reuse, then a chat.
 
-Measures here, shows in `demo_report`. Knows the engine's public calls only.
+Shown as tables and plain words. Knows the engine's public calls only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+from rich.text import Text
 
+from kvboost.cli.bench_view import numbers
 from kvboost.cli.demo_text import CHAT, QUESTIONS, system_message
-from kvboost.cli.options import GroupedCommand, engine_options
+from kvboost.cli.options import GroupedCommand, engine_options, model_option
 from kvboost.cli.session import opened_engine
 
 if TYPE_CHECKING:
@@ -65,7 +70,7 @@ class DemoReport:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
+@model_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 @engine_options
 def demo(model: str, as_json: bool, engine_options: dict[str, Any]) -> None:
@@ -78,8 +83,6 @@ def demo(model: str, as_json: bool, engine_options: dict[str, Any]) -> None:
     kvboost demo
     kvboost demo --json
     """
-    from kvboost.cli.demo_report import show
-
     if as_json:
         with opened_engine(model, engine_options) as engine:
             report = run(engine, model, lambda _text: None)
@@ -145,3 +148,107 @@ def _chat(engine: InferenceEngine, tell: Tell) -> tuple[Turn, ...]:
             )
         )
     return tuple(turns)
+
+
+# --- in tables and words ---------------------------------------------------------------------------
+
+
+def show(report: DemoReport, console: Console) -> None:
+    """Print both tables and what they mean."""
+    console.print(
+        f"\n[bold]A long document, three questions[/bold]  ({report.read_once_tokens:,} tokens; "
+        f"model: {escape(report.model)})"
+    )
+    console.print(questions_table(report))
+    console.print(answers([(item.question, item.answer) for item in report.questions]))
+    console.print("\n[bold]A chat of four turns over the same document[/bold]")
+    console.print(chat_table(report))
+    console.print(answers([(turn.question, turn.answer) for turn in report.chat]))
+    console.print("\n[bold]What happened[/bold]")
+    for paragraph in explanation(report):
+        console.print(paragraph + "\n", markup=False)
+
+
+def questions_table(report: DemoReport) -> Table:
+    """Cold and warm side by side."""
+    counted = numbers("first token\ncold", "first token\nwarm", "times\nsooner", "tokens reused\nof prompt")
+    table = Table(Column("question", overflow="fold"), *counted, "same\nanswer")
+    for item in report.questions:
+        table.add_row(
+            item.question,
+            seconds(item.cold_ttft_ms),
+            seconds(item.warm_ttft_ms),
+            f"{item.speedup:.1f} x",
+            f"{item.reused_tokens:,} / {item.prompt_tokens:,}",
+            "[green]yes[/green]" if item.same_answer else "[red]no[/red]",
+        )
+    return table
+
+
+def chat_table(report: DemoReport) -> Table:
+    """The prompt grows, the wait does not."""
+    counted = numbers("prompt tokens", "reused", "first token")
+    table = Table(Column("turn", justify="right"), Column("message", overflow="fold"), *counted)
+    for turn in report.chat:
+        table.add_row(
+            str(turn.turn),
+            turn.question,
+            f"{turn.prompt_tokens:,}",
+            f"{turn.reused_tokens:,}",
+            seconds(turn.ttft_ms),
+        )
+    return table
+
+
+def answers(pairs: list[tuple[str, str]]) -> Text:
+    """What was asked, and what the model said."""
+    lines = (Text(f"- {asked} ").append(" ".join(answer.split()), style="italic") for asked, answer in pairs)
+    return Text("\n").join(lines)
+
+
+def explanation(report: DemoReport) -> list[str]:
+    """The numbers in plain words, a paragraph each."""
+    cold = median(item.cold_ttft_ms for item in report.questions)
+    warm = median(item.warm_ttft_ms for item in report.questions)
+    new = [item.prompt_tokens - item.reused_tokens for item in report.questions]
+    first, last = report.chat[0], report.chat[-1]
+    times = [turn.ttft_ms for turn in report.chat]
+    return [
+        f"Before a model can answer, it has to read the whole prompt. Without a cache it read about "
+        f"{report.questions[0].prompt_tokens:,} tokens again for every question, and the first token came "
+        f"after {seconds(cold)}.",
+        f"kvboost read the part that all questions share once, in {seconds(report.read_once_ms)}, and kept "
+        f"what the model had worked out about it (its keys and values, {report.cache_bytes / 1e6:.0f} MB by "
+        f"the end). For each question only {span(new)} tokens were new, and the first token came after "
+        f"{seconds(warm)}: {cold / warm:.1f} times sooner.",
+        _sameness(report),
+        f"In the chat every turn begins with all the turns before it, the answers included, and those are "
+        f"in the cache as well. So the prompt grew from {first.prompt_tokens:,} to {last.prompt_tokens:,} "
+        f"tokens while the first token kept coming after {seconds(min(times))} to {seconds(max(times))}.",
+    ]
+
+
+def _sameness(report: DemoReport) -> str:
+    same = sum(item.same_answer for item in report.questions)
+    if same == len(report.questions):
+        return (
+            "The answers are the same, token for token: what is reused is what the model would have "
+            "computed again, because the text before it is exactly the same. (Same does not mean right: "
+            "a small model is as often wrong with a cache as without.)"
+        )
+    return (
+        f"{same} of {len(report.questions)} answers are the same, token for token. What is reused is what "
+        "the model would have computed again, but in low-precision arithmetic the order of additions can "
+        "tip a close choice; --bit-exact rules that out."
+    )
+
+
+def seconds(milliseconds: float) -> str:
+    """A duration with a fitting unit."""
+    return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 1_000 else f"{milliseconds:.0f} ms"
+
+
+def span(values: list[int]) -> str:
+    """One number, or the lowest and the highest."""
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"

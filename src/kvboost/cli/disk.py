@@ -1,27 +1,33 @@
-"""`kvboost disk`: look after the folder behind --disk-cache-dir; no model is loaded.
+"""`kvboost stats` and `kvboost disk`: folders with saved or cached text; no model is loaded.
 
-Knows how to show it; what is good and what is not, the disk tier says.
+A saved cache is told from its header, not from what lies beside it. Of a folder behind --disk-cache-dir, the
+disk tier says what is good and what is not. Knows how to show it.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 from kvboost.cli.bench_view import simple_table
+from kvboost.cli.options import json_option
+from kvboost.cli.session import FOLDER
 from kvboost.errors import CacheFileError
 
 if TYPE_CHECKING:
     from kvboost.disk.tier import DiskTier
 
 EXISTING = click.Path(exists=True, file_okay=False, path_type=Path)
+SHOWN_DIGITS = 12  # of a namespace
 _DAMAGED = 3  # exit status of a check that found damage
 
 
@@ -39,7 +45,7 @@ def disk() -> None:
 @disk.command()
 @click.argument("folder", type=EXISTING)
 @click.option("--repair", is_flag=True, help="Drop what is damaged.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@json_option
 def check(folder: Path, repair: bool, as_json: bool) -> None:
     """Read every chunk in FOLDER and compare it with its checksum.
 
@@ -55,31 +61,17 @@ def check(folder: Path, repair: bool, as_json: bool) -> None:
                 progress.update(task, completed=done, total=total)
 
             report = tier.check(repair=repair, progress=show)
-            found.append(
-                {
-                    "folder": str(tier_folder),
-                    "slots": report.slots,
-                    "good": report.good,
-                    "corrupt": report.corrupt,
-                    "writing": report.writing,
-                    "free": report.free,
-                    "problems": report.problems,
-                    "repaired": repair and bool(report.corrupt),
-                }
-            )
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        Console(highlight=False).print(check_table(found))
+            facts = ("slots", "good", "corrupt", "writing", "free", "problems")
+            one = {"folder": str(tier_folder), **{name: getattr(report, name) for name in facts}}
+            found.append({**one, "repaired": repair and bool(report.corrupt)})
+    _tell(found, None if as_json else check_table(found))
     if any(one["corrupt"] or one["problems"] for one in found):
         raise click.exceptions.Exit(_DAMAGED)
 
 
 def check_table(found: list[dict[str, Any]]) -> Table:
     """A row per folder."""
-    table = simple_table("folder")
-    for heading in ("slots", "good", "damaged", "free", "being written"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = simple_table("folder", "slots", "good", "damaged", "free", "being written")
     for one in found:
         damaged = f"[red]{len(one['corrupt'])}[/red]" if one["corrupt"] else "0"
         if one["repaired"]:
@@ -142,22 +134,15 @@ def disk_stats(folder: Path) -> list[dict[str, Any]]:
     for tier_folder in tier_folders(folder):
         with open_tier(tier_folder) as tier:
             entries = tier.entries()
-            found.append(
-                {
-                    **tier.stats(),
-                    "model": tier.label,
-                    "tokens": sum(len(entry.header.token_ids) for entry in entries),
-                    "kv_cache_bits": entries[0].header.meta["bits"] if entries else None,
-                }
-            )
+            tokens = sum(len(entry.header.token_ids) for entry in entries)
+            bits = entries[0].header.meta["bits"] if entries else None
+            found.append({**tier.stats(), "model": tier.label, "tokens": tokens, "kv_cache_bits": bits})
     return found
 
 
 def disk_table(found: list[dict[str, Any]]) -> Table:
     """A row per model."""
-    table = simple_table("model")
-    for heading in ("bits", "chunks", "of", "tokens", "used", "set aside"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = simple_table("model", "bits", "chunks", "of", "tokens", "used", "set aside")
     for one in found:
         table.add_row(
             escape(one["model"] or Path(one["folder"]).name),
@@ -169,3 +154,111 @@ def disk_table(found: list[dict[str, Any]]) -> Table:
             f"{one['allocated_bytes'] / 1e6:,.1f} MB",
         )
     return table
+
+
+# --- stats -----------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--cache", type=FOLDER, help="Folder of a saved cache.")
+@click.option("--disk", "disk_folder", type=FOLDER, help="Folder behind --disk-cache-dir.")
+@json_option
+def stats(cache: Path | None, disk_folder: Path | None, as_json: bool) -> None:
+    """What a saved cache or a disk cache holds: whose, how much, how often used.
+
+    \b
+    kvboost stats --cache ./cache
+    kvboost stats --disk ./disk-cache
+    """
+    if (cache is None) == (disk_folder is None):
+        raise click.UsageError("give --cache or --disk, and not both")
+    if disk_folder is not None:
+        found = disk_stats(disk_folder)
+        _tell(found, None if as_json else disk_table(found))
+        return
+    assert cache is not None
+    from kvboost.disk.snapshot import read_header
+
+    summary = summarize(cache, read_header(cache))
+    _tell(summary, None if as_json else stats_table(summary))
+
+
+def _tell(document: Any, table: Table | None) -> None:
+    """The table where there is one, else the document as JSON."""
+    if table is None:
+        click.echo(json.dumps(document))
+    else:
+        Console(highlight=False).print(table)
+
+
+def summarize(folder: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """The header in numbers, and the bytes that the folder takes."""
+    chunks = header["chunks"]
+    try:
+        tokens = sum(int(chunk["length"]) for chunk in chunks)
+        uses = [int(chunk["access_count"]) for chunk in chunks]
+        namespaces = {str(chunk["namespace"]) for chunk in chunks}
+        shards = {str(chunk["shard"]) for chunk in chunks}
+        kv_bytes = sum(int(chunk["bytes"]) for chunk in chunks)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CacheFileError(f"the header of {folder} is damaged: {error!r}") from error
+    return {
+        "cache": str(folder),
+        "model": header["model"],
+        "namespace": header["family"],
+        "saved_at": header.get("saved_at"),
+        "chunks": len(chunks),
+        "tokens": tokens,
+        "kv_cache_bits": header.get("kv_cache_bits"),
+        "kv_bytes": kv_bytes,
+        "disk_bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        "missing_files": sorted(name for name in shards if not (folder / name).is_file()),
+        "namespaces": len(namespaces),
+        "chunks_by_uses": uses_histogram(uses),
+    }
+
+
+def _bits_in_words(bits: Any) -> str:
+    widths = {16: "computed", "k8v4": "8-bit keys and 4-bit values"}
+    return widths.get(bits) or f"{bits}-bit keys and values"
+
+
+def uses_histogram(uses: list[int]) -> dict[str, int]:
+    """Chunks by number of uses: 0, 1, then ranges that double."""
+    found = Counter(count.bit_length() for count in uses)
+    names = {bits: str(bits) if bits < 2 else f"{1 << bits >> 1}-{(1 << bits) - 1}" for bits in found}
+    return {names[bits]: found[bits] for bits in sorted(found)}
+
+
+def stats_table(summary: dict[str, Any]) -> Table:
+    """One row per fact, then a bar per number of uses."""
+    table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in (
+        ("cache", summary["cache"]),
+        ("model", summary["model"]),
+        ("namespace", summary["namespace"][:SHOWN_DIGITS]),
+        ("saved", summary["saved_at"] or "unknown"),
+        ("chunks", f"{summary['chunks']:,}"),
+        ("tokens", f"{summary['tokens']:,}"),
+        ("KV", f"{_size(summary['kv_bytes'])} in RAM, {_size(summary['disk_bytes'])} on disk"),
+        ("stored as", _bits_in_words(summary["kv_cache_bits"])),
+        ("namespaces", f"{summary['namespaces']:,} (one per salt and offset)"),
+    ):
+        table.add_row(name, escape(value))
+    if summary["missing_files"]:
+        table.add_row("missing", f"[red]{escape(', '.join(summary['missing_files']))}[/red]")
+    table.add_section()
+    most = max(summary["chunks_by_uses"].values(), default=1)
+    for uses, count in summary["chunks_by_uses"].items():
+        bar = "█" * max(round(count / most * 30), 1)
+        table.add_row(f"used {uses} x", f"{bar} {count:,}")
+    return table
+
+
+def _size(size_bytes: int) -> str:
+    for factor, unit in ((1e9, "GB"), (1e6, "MB")):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:,.1f} {unit}"
+    return f"{size_bytes / 1e3:,.1f} kB"

@@ -1,25 +1,40 @@
 """`kvboost explain`: what would be reused of a prompt, and why the rest would not.
 
-Knows where prompt and cache come from; the explanation is the engine's.
+Shown as a coloured text, a table and a sentence; or the same as an SVG picture. Knows where prompt and cache
+come from; the explanation is the engine's.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from kvboost.cli.cache_folder import FOLDER, load_cache, unlimited
 from kvboost.cli.generate import as_prompt, read_prompt, read_text
-from kvboost.cli.options import GroupedCommand, engine_options_with
-from kvboost.cli.session import opened_engine
+from kvboost.cli.options import GroupedCommand, engine_options_with, json_option, setting
+from kvboost.cli.session import FOLDER, load_cache, opened_engine, unlimited
 from kvboost.cli.warm import TEXT_FILE, raise_errors, warm_texts
 
 if TYPE_CHECKING:
-    from kvboost.reuse.explain import Explanation
+    from kvboost.reuse.explain import ExplainedSpan, Explanation
+
+COLOURS = {"exact": "green", "approximate": "yellow", "recomputed": "magenta", "live": "red"}
+SHOWN_CHARACTERS = 600  # of a stretch of one origin
+SHOWN_SPANS = 24
+SVG_COLUMNS = 92
+# What a terminal could take for a command, by its own picture; line breaks and tabs stay.
+_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
 @click.command(cls=GroupedCommand)
@@ -31,16 +46,14 @@ if TYPE_CHECKING:
 @click.option(
     "--warm", "warm_files", type=TEXT_FILE, multiple=True, help="A text file to read first; repeatable."
 )
-@click.option(
+@setting(
     "--max-new-tokens",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Length of the answer that the prompt would get: some models reuse nothing beyond a length.",
+    64,
+    "Length of the answer that the prompt would get: some models reuse nothing beyond a length.",
 )
 @click.option("--full", is_flag=True, help="Leave nothing out of long prompts.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False, path_type=Path), help="Also draw it.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@json_option
 @engine_options_with(max_chunks="128; with --cache no limit")
 def explain(
     model: str,
@@ -73,15 +86,107 @@ def explain(
             load_cache(engine, cache, progress=False if as_json else None)
         raise_errors(warm_texts(engine, texts, chat=chat, show=False))
         explanation = engine.explain(as_prompt(text, chat=chat), max_new_tokens)
-    _show(explanation, full=full, as_json=as_json, svg_file=svg_file)
-
-
-def _show(explanation: Explanation, *, full: bool, as_json: bool, svg_file: Path | None) -> None:
-    from kvboost.cli import explain_view
-
     if svg_file is not None:
-        svg_file.write_text(explain_view.svg(explanation, full=full), encoding="utf-8")
+        svg_file.write_text(svg(explanation, full=full), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(explanation.to_dict()))
     else:
-        explain_view.show(explanation, Console(), full=full)
+        show(explanation, Console(), full=full)
+
+
+def show(explanation: Explanation, console: Console, *, full: bool = False) -> None:
+    """Print all of it; what is long is cut in the middle unless it is to be shown in `full`."""
+    console.print(legend(explanation))
+    text = prompt_text(explanation, marked=console.color_system is None, full=full)
+    console.print(Padding(text, (1, 2, 0, 2)))
+    console.print(spans_table(explanation, full=full))
+    console.print(summary(explanation), markup=False, highlight=False)
+
+
+def svg(explanation: Explanation, *, full: bool = False) -> str:
+    """What `show` prints, as a picture that needs nothing from elsewhere."""
+    console = Console(
+        record=True,
+        width=SVG_COLUMNS,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+    )
+    show(explanation, console, full=full)
+    picture = console.export_svg(title="kvboost explain", unique_id="kvboost-explain")
+    return re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
+
+
+def legend(explanation: Explanation) -> Text:
+    """The four origins in their colours, with the number of tokens of each."""
+    line = Text()
+    for origin, colour in COLOURS.items():
+        tokens = sum(span.length for span in explanation if span.origin.value == origin)
+        line.append("■ ", style=colour)
+        line.append(f"{origin} {tokens:,}   ", style="" if tokens else "dim")
+    line.rstrip()
+    return line
+
+
+def prompt_text(explanation: Explanation, *, marked: bool, full: bool) -> Text:
+    """The prompt, each stretch in the colour of its origin; `marked` with its name in front."""
+    text = Text()
+    for origin, spans in itertools.groupby(explanation, key=lambda span: span.origin.value):
+        if marked:
+            text.append(f"[{origin}]")
+        stretch = "".join(span.text for span in spans)
+        for piece, style in _abbreviated(stretch, COLOURS[origin], full=full):
+            text.append(piece.translate(_CONTROL), style=style)
+    return text
+
+
+def _abbreviated(text: str, style: str, *, full: bool) -> Iterator[tuple[str, str]]:
+    """`text` in `style`; a long one as its two ends with a note between them."""
+    if full or len(text) <= SHOWN_CHARACTERS:
+        yield text, style
+        return
+    end = SHOWN_CHARACTERS // 2
+    yield text[:end], style
+    yield f" [... {len(text) - 2 * end:,} characters left out ...] ", "dim"
+    yield text[-end:], style
+
+
+def spans_table(explanation: Explanation, *, full: bool) -> Table:
+    """A row per span: where it is, where its KV comes from, why not."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("tokens", "origin", "from chunk"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    spans = list(explanation)
+    cut = len(spans) if full or len(spans) <= SHOWN_SPANS else SHOWN_SPANS // 2
+    for span in spans[:cut]:
+        table.add_row(*_row(span))
+    if cut < len(spans):
+        table.add_row("...", Text(f"{len(spans) - 2 * cut:,} spans left out", style="dim"))
+        for span in spans[-cut:]:
+            table.add_row(*_row(span))
+    return table
+
+
+def _row(span: ExplainedSpan) -> tuple[str, Text, str, Text]:
+    origin = span.origin.value
+    donor = ""
+    if span.donor:
+        donor = span.donor[:8]
+        if span.donor_positions is not None:
+            start, end = span.donor_positions
+            donor += f" at {start}-{end}, used {span.donor_uses} x"
+            donor += ", on disk" if span.donor_on_disk else ""
+    reason = span.reason.translate({**_CONTROL, 9: 0x2409, 10: 0x240A})
+    return f"{span.start}-{span.end}", Text(origin, style=COLOURS[origin]), donor, Text(reason)
+
+
+def summary(explanation: Explanation) -> str:
+    """One line, and another where approximate reuse was thought about."""
+    total, cached = explanation.prompt_tokens, explanation.cached_tokens
+    line = (
+        f"{cached:,} of {total:,} tokens would be reused ({explanation.reuse_ratio:.0%}), "
+        f"{total - cached:,} computed"
+    )
+    return f"{line}\n{explanation.choice}" if explanation.choice else line

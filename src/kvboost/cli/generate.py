@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from kvboost.cli.cache_folder import FOLDER, holds_cache, load_cache, unlimited
-from kvboost.cli.options import GroupedCommand, engine_options_with
-from kvboost.cli.session import opened_engine
+from kvboost.cli.options import COUNT, GroupedCommand, engine_options_with, json_option, setting
+from kvboost.cli.session import FOLDER, holds_cache, load_cache, opened_engine, unlimited
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
@@ -36,8 +35,8 @@ WITHOUT_CACHE = "baseline"
     help="Read the prompt from a UTF-8 text file.",
 )
 @click.option("--chat", is_flag=True, help="Treat the prompt as a user's message (chat template).")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--mode", type=click.Choice(MODES), default=MODES[0], show_default=True, help="What is reused.")
+@click.option("--max-new-tokens", type=COUNT, default=64, show_default=True)
+@setting("--mode", MODES[0], "What is reused.", click.Choice(MODES))
 @click.option("--do-sample", is_flag=True, help="Draw tokens instead of taking the likeliest.")
 @click.option("--temperature", type=float, default=None, help="With --do-sample.  [default: 1.0]")
 @click.option("--seed", type=click.IntRange(min=0), default=None, help="Draw the same tokens every time.")
@@ -47,21 +46,19 @@ WITHOUT_CACHE = "baseline"
     help="Folder of a saved cache: loaded first if there is one, saved after the answer. Has no limit of "
     "chunks unless you set one; mode baseline neither reads nor writes it.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@json_option
 @engine_options_with(max_chunks="128; with --cache no limit")
 def generate(
     model: str,
     prompt: str | None,
     prompt_file: Path | None,
     chat: bool,
-    max_new_tokens: int,
     mode: str,
-    do_sample: bool,
     temperature: float | None,
-    seed: int | None,
     cache: Path | None,
     as_json: bool,
     engine_options: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Answer PROMPT with MODEL: a hub name, a folder, or "builtin".
 
@@ -74,29 +71,23 @@ def generate(
     cat notes.txt | kvboost generate ./my-model - --dtype bfloat16
     """
     text = read_prompt(prompt, prompt_file)
-    if temperature is not None and not do_sample:
+    if temperature is not None and not options["do_sample"]:
         raise click.UsageError("--temperature has an effect only with --do-sample")
-    request: dict[str, Any] = {
-        "prompt": as_prompt(text, chat=chat),
-        "max_new_tokens": max_new_tokens,
-        "mode": mode,
-        "temperature": 1.0 if temperature is None else temperature,
-        "do_sample": do_sample,
-        "seed": seed,
-    }
+    options |= {"mode": mode, "temperature": 1.0 if temperature is None else temperature}
+    request = as_prompt(text, chat=chat)
     if mode == WITHOUT_CACHE:
         cache = None
     known = cache is not None and holds_cache(cache)
-    options = engine_options if cache is None else unlimited(engine_options)
+    engine_options = engine_options if cache is None else unlimited(engine_options)
     progress = False if as_json else None
-    with opened_engine(model, options, None if as_json else Console(stderr=True)) as engine:
+    with opened_engine(model, engine_options, None if as_json else Console(stderr=True)) as engine:
         if cache is not None and known:
             load_cache(engine, cache, progress=progress)
         if as_json:
-            result = engine.generate(**request)
+            result = engine.generate(request, **options)
             click.echo(json.dumps({"model": model, **dataclasses.asdict(result)}))
         else:
-            click.echo(summary(_print_answer(engine, **request)), err=True)
+            click.echo(summary(_print_answer(engine, request, **options)), err=True)
         if cache is not None:
             engine.save(cache, progress=progress)
 

@@ -13,11 +13,10 @@ from kvboost import __version__
 from kvboost.cli.bench import bench
 from kvboost.cli.calibrate import calibrate
 from kvboost.cli.demo import demo
-from kvboost.cli.disk import disk
+from kvboost.cli.disk import disk, stats
 from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
 from kvboost.cli.serve import serve
-from kvboost.cli.stats import stats
 from kvboost.cli.verify import verify
 from kvboost.cli.warm import warm
 from kvboost.errors import KVBoostError
@@ -70,13 +69,5 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     """
 
 
-main.add_command(demo)
-main.add_command(generate)
-main.add_command(warm)
-main.add_command(serve)
-main.add_command(explain)
-main.add_command(stats)
-main.add_command(calibrate)
-main.add_command(verify)
-main.add_command(disk)
-main.add_command(bench)
+for command in (demo, generate, warm, serve, explain, stats, calibrate, verify, disk, bench):
+    main.add_command(command)

@@ -20,22 +20,32 @@ from kvboost.settings import GROUPS, EngineArguments, LoadingOptions, Option, op
 Command = Callable[..., Any]
 ENGINE_OPTIONS = tuple(options_of(EngineArguments))
 LOADING_OPTIONS = tuple(options_of(LoadingOptions))
+COUNT = click.IntRange(min=1)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 # --- how text becomes a value --------------------------------------------------------------------
 
 
-def count_or_none(value: Any, least: float = 1) -> int | None:
-    """A whole number of at least `least`, or None for the word none."""
-    if str(value).lower() == "none":
+def _number_or_word(
+    value: Any, word: str, kind: type[Any], fits: Callable[[Any], bool], expected: str
+) -> Any:
+    """A number that fits, or None for the word."""
+    if str(value).lower() == word:
         return None
     try:
-        count = int(value)
+        number = kind(value)
     except ValueError:
-        count = -1
-    if count < least:
-        raise click.BadParameter(f'expected a whole number of at least {least} or "none", got {value!r}')
+        number = None
+    if number is None or not fits(number):
+        raise click.BadParameter(f'expected {expected} or "{word}", got {value!r}')
+    return number
+
+
+def count_or_none(value: Any, least: float = 1) -> int | None:
+    """A whole number of at least `least`, or None for the word none."""
+    expected = f"a whole number of at least {least}"
+    count: int | None = _number_or_word(value, "none", int, lambda count: count >= least, expected)
     return count
 
 
@@ -54,28 +64,15 @@ def size_or_none(value: Any) -> int | None:
 
 def seconds_or_none(value: Any) -> float | None:
     """A time greater than 0, or None for the word none."""
-    if str(value).lower() == "none":
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise click.BadParameter(f'expected a time greater than 0 or "none", got {value!r}')
+    expected = "a time greater than 0"
+    seconds: float | None = _number_or_word(value, "none", float, lambda seconds: seconds > 0, expected)
     return seconds
 
 
 def ratio_or_auto(value: Any) -> float | str:
     """A number from 0 to 1, or the word auto."""
-    if str(value).lower() == "auto":
-        return "auto"
-    try:
-        ratio = float(value)
-    except ValueError:
-        ratio = -1.0
-    if not 0 <= ratio <= 1:
-        raise click.BadParameter(f'expected a number from 0 to 1 or "auto", got {value!r}')
-    return ratio
+    ratio = _number_or_word(value, "auto", float, lambda ratio: 0 <= ratio <= 1, "a number from 0 to 1")
+    return "auto" if ratio is None else float(ratio)
 
 
 def bits(value: Any) -> int | str:
@@ -119,6 +116,17 @@ def _type_of(each: Option) -> tuple[Any, str | None]:
 
 
 # --- flags ---------------------------------------------------------------------------------------
+
+
+def setting(
+    flag: str, default: Any, says: str, kind: Any = COUNT, **more: Any
+) -> Callable[[Command], Command]:
+    """An option with a default that `--help` shows; a count unless `kind` says what else."""
+    return click.option(flag, type=kind, default=default, show_default=True, help=says, **more)
+
+
+model_option = setting("--model", "builtin", 'A hub name, a folder, or "builtin".', str)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
 
 
 class GroupedOption(click.Option):

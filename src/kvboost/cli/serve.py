@@ -16,7 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from kvboost.cli.options import GroupedCommand, engine_options_with, flags_of
+from kvboost.cli.options import GroupedCommand, engine_options_with, flags_of, setting
 from kvboost.cli.session import opened_engine
 from kvboost.errors import KVBoostError
 from kvboost.server.settings import ApiKey, ServerSettings
@@ -28,14 +28,8 @@ _MEMORY_SHARE = 4  # of the memory that is free, this part for cached text
 
 @click.command(cls=GroupedCommand)
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="Port to listen on; 0 takes a free one.",
-)
+@setting("--host", "127.0.0.1", "Address to listen on.", str)
+@setting("--port", 8000, "Port to listen on; 0 takes a free one.", click.IntRange(0, 65535))
 @click.option(
     "--served-model-name",
     metavar="NAME",

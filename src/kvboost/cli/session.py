@@ -1,22 +1,26 @@
-"""An engine for the length of one command: loaded with a spinner, quiet, closed at the end.
+"""An engine for the length of one command: loaded with a spinner, quiet, closed; and the folder of --cache.
 
-Turns what goes wrong while a model is loaded into one error. Knows no command.
+Turns what goes wrong while a model is loaded into one error. Knows when a folder may be used and what to say
+about loading it; the format is snapshot's. Knows no command.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from kvboost.errors import KVBoostError
+from kvboost.errors import CacheFileError, KVBoostError
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @contextmanager
@@ -25,11 +29,8 @@ def opened_engine(
 ) -> Iterator[InferenceEngine]:
     """Load `model` and yield its engine; with `console`, a spinner shows what takes time."""
     with _quiet():
-        if console is None:
+        with nullcontext() if console is None else console.status(_loading_text(model)):
             engine = _load(model, options)
-        else:
-            with console.status(_loading_text(model)):
-                engine = _load(model, options)
         with engine:
             yield engine
 
@@ -72,4 +73,41 @@ def _quiet() -> Iterator[None]:
 
 
 def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
-    click.secho(f"warning: {' '.join(str(message).split())}", fg="yellow", err=True)
+    warn(" ".join(str(message).split()))
+
+
+# --- the folder behind --cache ---------------------------------------------------------------------
+
+
+def holds_cache(folder: Path) -> bool:
+    """Whether a cache was saved in `folder`. An error where none could be: better now than after the work."""
+    from kvboost.disk.snapshot import HEADER
+
+    if (folder / HEADER).is_file():
+        return True
+    if folder.is_dir() and any(folder.iterdir()):
+        raise CacheFileError(f"{folder} holds other files and no saved cache; give an empty or a new folder")
+    return False
+
+
+def unlimited(engine_options: dict[str, Any]) -> dict[str, Any]:
+    """The options without a limit on chunks where none was given.
+
+    What does not fit would be gone when the cache is saved over the old one.
+    """
+    return {"max_chunks": None, **engine_options}
+
+
+def load_cache(engine: InferenceEngine, folder: Path, *, progress: bool | None = None) -> int:
+    """Load what is saved in `folder`; returns the number of chunks. What was left out is said."""
+    report = engine.load(folder, progress=progress)
+    if report.corrupt:
+        warn(f"{report.corrupt} chunks of {folder} are damaged, or follow one that is, and were left out")
+    if report.no_room:
+        warn(f"{report.no_room} chunks of {folder} had no room: see --max-chunks and --max-cache-bytes")
+    return report.loaded
+
+
+def warn(message: str) -> None:
+    """A line on stderr."""
+    click.secho(f"warning: {message}", fg="yellow", err=True)

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvboost.cli.bench_view import bar, simple_table
-from kvboost.cli.options import GroupedCommand, engine_options_with
-from kvboost.cli.session import opened_engine
+from kvboost.cli.options import GroupedCommand, engine_options_with, json_option, setting
+from kvboost.cli.session import opened_engine, unlimited
 from kvboost.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from kvboost.proof.verify import CorrectnessReport
 
+MODES = ("prefix_cache", "chunk_kv_reuse")
 _WORDS = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[dim]not tried[/dim]"}
 
 
@@ -32,25 +33,12 @@ _WORDS = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[dim
     help="Prompts to ask: a text file with one per line, or JSON lines of texts or messages. "
     "[default: one of our own]",
 )
-@click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Per answer."
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["prefix_cache", "chunk_kv_reuse"]),
-    default="prefix_cache",
-    show_default=True,
-    help="Which reuse the answers are compared with.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@setting("--max-new-tokens", 32, "Per answer.")
+@setting("--mode", MODES[0], "Which reuse the answers are compared with.", click.Choice(MODES))
+@json_option
 @engine_options_with(max_chunks="no limit")
 def verify(
-    model: str,
-    prompts: Path | None,
-    max_new_tokens: int,
-    mode: str,
-    as_json: bool,
-    engine_options: dict[str, Any],
+    model: str, prompts: Path | None, as_json: bool, engine_options: dict[str, Any], **options: Any
 ) -> None:
     """Check that what kvboost reuses with MODEL is right. Exits 0 if it is, and 1 if not.
 
@@ -63,14 +51,13 @@ def verify(
     kvboost verify ./my-model --prompts questions.txt --kv-cache-bits 8
     """
     asked = read_prompts(prompts) if prompts is not None else None
-    console = Console(stderr=True)
-    options = {"max_chunks": None, **engine_options}
-    with opened_engine(model, options, None if as_json else console) as engine:
+    console = None if as_json else Console(stderr=True)
+    with opened_engine(model, unlimited(engine_options), console) as engine:
         if as_json:
-            report = engine.verify_correctness(asked, max_new_tokens, mode=mode)
+            report = engine.verify_correctness(asked, **options)
         else:
             with bar() as tell:
-                report = engine.verify_correctness(asked, max_new_tokens, mode=mode, report=tell)
+                report = engine.verify_correctness(asked, **options, report=tell)
     if as_json:
         click.echo(json.dumps(report.to_dict()))
     else:
@@ -102,9 +89,7 @@ def _parsed(line: str, number: int, path: Path) -> Any:
 def _show(report: CorrectnessReport) -> None:
     console = Console(highlight=False)
     console.print(_prompts_table(report))
-    table = simple_table("")
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table = simple_table("", Column("", no_wrap=True), Column("", overflow="fold"))
     for verdict in report.verdicts:
         bound = "" if verdict.bound is None else f"; bound on the KL: {verdict.bound:g}"
         table.add_row(f"{verdict.kind} reuse", _WORDS[verdict.passed], f"{verdict.detail}{bound}")
@@ -125,16 +110,15 @@ def _show(report: CorrectnessReport) -> None:
 
 
 def _prompts_table(report: CorrectnessReport) -> Table:
-    table = simple_table("prompt")
-    for heading in (
+    table = simple_table(
+        "prompt",
         "tokens",
         "reused",
         "same\nanswer",
         "KL, first\ntoken",
         "largest logit\ndifference",
         "agree-\nment",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    )
     for prompt in report.prompts:
         same = "yes" if prompt.same_tokens else f"differs at {prompt.first_difference}"
         table.add_row(

@@ -14,10 +14,9 @@ import click
 from rich.console import Console
 from rich.progress import track
 
-from kvboost.cli.cache_folder import FOLDER, holds_cache, load_cache, unlimited, warn
 from kvboost.cli.generate import as_prompt, read_text
-from kvboost.cli.options import GroupedCommand, engine_options_with
-from kvboost.cli.session import opened_engine
+from kvboost.cli.options import GroupedCommand, engine_options_with, json_option
+from kvboost.cli.session import FOLDER, holds_cache, load_cache, opened_engine, unlimited, warn
 from kvboost.errors import KVBoostError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--cache", type=FOLDER, required=True, help="Folder of the saved cache; what it holds already stays."
 )
 @click.option("--chat", is_flag=True, help="Treat each text as a user's message (chat template).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
+@json_option
 @engine_options_with(max_chunks="no limit")
 def warm(
     model: str,

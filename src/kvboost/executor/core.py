@@ -69,9 +69,11 @@ class EngineCore:
 
     def serve(self, request: Request) -> GenerationResult:
         """Answer one request: in the engine's own batch where there is one and it may, else alone."""
-        parts = self.parts
-        parts.fit.begin([request])
-        if parts.why_alone(request) or (scheduler := self.resident.take(restarts=False)) is None:
+        if not self.resident.exists or self.parts.why_alone(request):
+            return self.alone.serve(request)
+        self.parts.fit.begin([request])
+        scheduler = None if self.parts.why_alone(request) else self.resident.take(restarts=False)
+        if scheduler is None:
             return self.alone.serve(request)
         try:
             if scheduler.needed(request) <= scheduler.max_tokens:

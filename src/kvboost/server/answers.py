@@ -1,19 +1,25 @@
-"""The bodies of answers, field by field, as OpenAI's clients read them; `kvboost` is our own field.
+"""The bodies of answers, field by field, as OpenAI's clients read them, and how they are filled in.
 
-Data only. What is None and was set is sent as null; what was not set is left out.
+`kvboost` is our own field. What is None and was set is sent as null; what was not set is left out. Knows
+nothing of how an answer comes about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from kvboost import __version__
 from kvboost.choices import Origin
 from kvboost.models import GenerationResult
+from kvboost.server.tokens import Choice, FinishReason, TokenNames, TokenScore
 
-FinishReason = Literal["stop", "length"]
+FINGERPRINT = f"kvboost-{__version__}"
 
 
 class Answer(BaseModel):
@@ -85,6 +91,16 @@ class Reuse(Answer):
         )
 
 
+class Completion(Answer):
+    """What whole answers and chunks begin with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 # --- chats -----------------------------------------------------------------------------------
 
 
@@ -120,14 +136,10 @@ class ChatChoice(Answer):
     finish_reason: FinishReason
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(Completion):
     """An answer in a chat."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     kvboost: Reuse
@@ -145,14 +157,10 @@ class ChatChunkChoice(Answer):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(Answer):
+class ChatChunk(Completion):
     """A chunk of an answer in a chat."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     kvboost: Reuse | None = None
@@ -177,14 +185,10 @@ class TextChoice(Answer):
     finish_reason: FinishReason | None
 
 
-class TextCompletion(Answer):
+class TextCompletion(Completion):
     """A completion, or a chunk of one: then `usage` and `kvboost` are in the last chunk only."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[TextChoice]
     usage: Usage | None = None
     kvboost: Reuse | None = None
@@ -307,3 +311,123 @@ class ClearBody(Answer):
     """How many chunks are left because they are pinned or in use."""
 
     chunks: int
+
+
+# --- filling them in -------------------------------------------------------------------------
+
+
+class Writer:
+    """Formats one answer. `has_logprobs`: with its tokens' scores; `has_usage`: with a chunk of counts."""
+
+    prefix: str
+    whole_kind: tuple[type[Completion], str]  # and what its `object` says
+    chunk_kind: tuple[type[Completion], str]
+
+    def __init__(self, model: str, names: TokenNames, *, has_logprobs: bool, has_usage: bool) -> None:
+        self._names = names
+        self._has_logprobs = has_logprobs
+        head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }
+        counts: dict[str, Any] = {"usage": None} if has_usage else {}  # null until they come, if they come
+        whole, whole_name = self.whole_kind
+        chunk, chunk_name = self.chunk_kind
+        self._whole: Callable[..., Answer] = partial(whole, **head, object=whole_name)
+        self._chunk: Callable[..., Answer] = partial(chunk, **head, object=chunk_name, **counts)
+
+    def whole(
+        self, choices: Sequence[Choice], scores: Sequence[Sequence[TokenScore]], usage: Usage, reuse: Reuse
+    ) -> Answer:
+        """The answer in one piece, with the scores of every choice."""
+        bodies = []
+        for choice in choices:
+            logprobs = self._logprobs(scores[choice.index]) if self._has_logprobs else None
+            about = {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+            bodies.append(self._choice(choice.text, is_whole=True, **about))
+        return self._whole(choices=bodies, usage=usage, kvboost=reuse)
+
+    def opening(self, index: int) -> Answer | None:  # noqa: ARG002
+        """The first chunk of a choice, where there is one without text."""
+        return None
+
+    def piece(self, index: int, text: str, scores: Sequence[TokenScore]) -> Answer:
+        """A chunk with text."""
+        logprobs = self._logprobs(scores) if scores and self._has_logprobs else None
+        choice = self._choice(text, index=index, logprobs=logprobs, finish_reason=None)
+        return self._chunk(choices=[choice])
+
+    def closing(self, choice: Choice, reuse: Reuse | None) -> Answer:
+        """The last chunk of a choice; of the last choice with its reuse, unless counts follow."""
+        last = self._choice(None, index=choice.index, logprobs=None, finish_reason=choice.finish_reason)
+        return self._chunk(choices=[last], **({} if reuse is None else {"kvboost": reuse}))
+
+    def counts(self, usage: Usage, reuse: Reuse) -> Answer:
+        """The chunk with counts."""
+        return self._chunk(choices=[], usage=usage, kvboost=reuse)
+
+    def _choice(self, text: str | None, *, is_whole: bool = False, **about: Any) -> Answer:
+        """A choice of a whole answer or of a chunk; the last chunk has no text."""
+        raise NotImplementedError
+
+    def _logprobs(self, scores: Sequence[TokenScore]) -> Answer:
+        raise NotImplementedError
+
+
+class ChatWriter(Writer):
+    """Chats."""
+
+    prefix = "chatcmpl"
+    whole_kind = ChatCompletion, "chat.completion"
+    chunk_kind = ChatChunk, "chat.completion.chunk"
+
+    def opening(self, index: int) -> Answer:
+        delta = Delta(role="assistant", content="")
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        return self._chunk(choices=[choice])
+
+    def _choice(self, text: str | None, *, is_whole: bool = False, **about: Any) -> Answer:
+        if is_whole:
+            reply = ReplyMessage(role="assistant", content=text or "", refusal=None)
+            return ChatChoice(message=reply, **about)
+        return ChatChunkChoice(delta=Delta() if text is None else Delta(content=text), **about)
+
+    def _logprobs(self, scores: Sequence[TokenScore]) -> Answer:
+        content = [
+            ChatLogprob(
+                **self._named(score.token, score.logprob),
+                top_logprobs=[TopLogprob(**self._named(*each)) for each in score.top],
+            )
+            for score in scores
+        ]
+        return ChatLogprobs(content=content, refusal=None)
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._names.bytes_of(token)
+        return {"token": self._names.name_of(token), "logprob": logprob, "bytes": list(raw)}
+
+
+class TextWriter(Writer):
+    """Plain completions."""
+
+    prefix = "cmpl"
+    whole_kind = chunk_kind = TextCompletion, "text_completion"
+
+    def _choice(self, text: str | None, *, is_whole: bool = False, **about: Any) -> Answer:  # noqa: ARG002
+        return TextChoice(text=text or "", **about)
+
+    def _logprobs(self, scores: Sequence[TokenScore]) -> Answer:
+        return TextLogprobs(
+            tokens=[self._names.name_of(score.token) for score in scores],
+            token_logprobs=[score.logprob for score in scores],
+            top_logprobs=[
+                {  # of the likeliest tokens, and the chosen one
+                    self._names.name_of(token): logprob
+                    for token, logprob in (*score.top, (score.token, score.logprob))
+                }
+                for score in scores
+            ],
+            text_offset=[score.offset for score in scores],
+        )

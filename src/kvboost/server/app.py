@@ -20,14 +20,13 @@ from starlette.middleware.cors import CORSMiddleware
 from kvboost import __version__
 from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
-from kvboost.server import cache_routes, completion_routes, info_routes
-from kvboost.server.access import AccessLog, note_failure
+from kvboost.server import completions, routes
 from kvboost.server.answers import ChatChunk
-from kvboost.server.errors import ApiError, as_api_error, of_validation
-from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest, ErrorBody, ExplainRequest
+from kvboost.server.asgi import AccessLog, SiteGuard, note_failure
+from kvboost.server.errors import ApiError, ErrorBody, as_api_error, of_validation
+from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest, ExplainRequest
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
-from kvboost.server.sites import SiteGuard
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be served; the error names the field."},
@@ -61,9 +60,8 @@ def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.service = service
-    app.include_router(completion_routes.router)
-    app.include_router(cache_routes.router)
-    app.include_router(info_routes.router)
+    for router in (completions.router, routes.cache_router, routes.router):
+        app.include_router(router)
     for kind in (ApiError, KVBoostError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _told)
     if settings.cors_origins:

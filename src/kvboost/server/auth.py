@@ -1,6 +1,7 @@
 """Authentication: API keys, the admin key, and whose cached text a request may see.
 
-Knows keys and salts, no route and no cache.
+Knows keys, salts and FastAPI's dependencies; no route and no cache. What routes depend on is async: FastAPI
+would run a plain function in a thread.
 """
 
 from __future__ import annotations
@@ -9,11 +10,18 @@ import hashlib
 import hmac
 from collections import Counter
 from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Annotated
 
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from kvboost.server.asgi import TheNote
 from kvboost.server.errors import ApiError
 from kvboost.server.settings import ApiKey, ServerSettings
 
 _ASK = {"WWW-Authenticate": "Bearer"}
+_bearer = HTTPBearer(auto_error=False, description="An API key, where the server has keys.")
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,10 @@ class Gate:
         if is_admin:
             return Caller("admin", is_admin=True)
         if found is not None:
-            return self._of_key(*found)
+            number, key = found
+            only = len(self._keys) == 1 and self._admin is None
+            alone = bool(key.salt) and self._salts[key.salt] == 1
+            return Caller(f"key {number}", key.salt, is_admin=only, is_alone=alone)
         if given is not None and self._keys:
             raise ApiError(401, "this API key is not known here", code="invalid_api_key", headers=_ASK)
         if self._keys:
@@ -64,11 +75,6 @@ class Gate:
                 headers=_ASK,
             )
         return Caller(address, is_admin=self._admin is None)
-
-    def _of_key(self, number: int, key: ApiKey) -> Caller:
-        only = len(self._keys) == 1 and self._admin is None
-        alone = bool(key.salt) and self._salts[key.salt] == 1
-        return Caller(f"key {number}", key.salt, is_admin=only, is_alone=alone)
 
     def check_admin(self, caller: Caller) -> None:
         """For routes that concern everybody: the admin key, or any caller where there is none."""
@@ -103,3 +109,41 @@ def effective_salt(engine_salt: str, key_salt: str, request_salt: str) -> str:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+# --- what routes depend on -----------------------------------------------------------------------
+
+
+async def caller_of(
+    request: Request,
+    note: TheNote,
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Caller:
+    """The caller with a valid key, or anybody where the server has no keys."""
+    given = None if credentials is None else credentials.credentials
+    if credentials is None and "authorization" in request.headers:
+        given = ""  # not a bearer token, so not a valid key
+    gate: Gate = request.app.state.service.gate
+    caller = gate.caller(given, _address(request))
+    note.caller = caller.name
+    return caller
+
+
+def _address(request: Request) -> str:
+    """Where the client is. A proxy's header may say anything, so only an address counts."""
+    try:
+        return str(ip_address(request.client.host)) if request.client is not None else ""
+    except ValueError:
+        return "unknown address"
+
+
+AnyCaller = Annotated[Caller, Depends(caller_of)]
+
+
+async def admin_of(request: Request, caller: AnyCaller) -> Caller:
+    """A caller that may see and do what concerns everybody."""
+    request.app.state.service.gate.check_admin(caller)
+    return caller
+
+
+Admin = Annotated[Caller, Depends(admin_of)]

@@ -1,7 +1,7 @@
-"""From a request's body to its answer: what is read, queued, and how tokens become pieces of text.
+"""POST /v1/chat/completions and /v1/completions: from a request's body to its answer, whole or in chunks.
 
-Both routes go this way; how pieces are formatted is `writers`' business. Knows the worker and the text
-layer, no HTTP.
+A body is read and checked in a thread, its choices are queued for the worker, and their tokens come back as
+pieces of text. How tokens become text is `tokens`' business, how an answer is formatted `answers`'.
 """
 
 from __future__ import annotations
@@ -9,73 +9,205 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from kvboost.errors import InvalidRequestError, KVBoostError
-from kvboost.models import GenerationResult
-from kvboost.requests.request import Request
-from kvboost.server.answers import FinishReason, Reuse, Usage
-from kvboost.server.auth import Caller
-from kvboost.server.errors import ApiError, as_api_error
-from kvboost.server.readers import Reading
-from kvboost.server.sampling import LogprobRecorder, TokenScore, sampling_arguments
-from kvboost.server.schemas import AnyPrompt, Generation
-from kvboost.server.service import Service, told_reason
-from kvboost.server.text import Detokenizer, StopFinder
-from kvboost.server.ticket import RequestTimeoutError, Ticket, TokenQueue
+from fastapi import APIRouter, Request, Response
 
+from kvboost.errors import InvalidRequestError
+from kvboost.requests.request import Request as EngineRequest
+from kvboost.server.answers import (
+    Answer,
+    ChatChunk,
+    ChatCompletion,
+    ChatWriter,
+    Reuse,
+    TextCompletion,
+    TextWriter,
+    Usage,
+    Writer,
+)
+from kvboost.server.asgi import EventStream, Note, TheNote, event_of, kept_alive, note_failure, unless_gone
+from kvboost.server.auth import AnyCaller, Caller
+from kvboost.server.errors import as_api_error, bad_field
+from kvboost.server.readers import Reading, described, parse
+from kvboost.server.schemas import AnyPrompt, ChatRequest, CompletionRequest, Generation
+from kvboost.server.service import Service, TheService, told_reason
+from kvboost.server.tickets import RequestTimeoutError, TokenQueue
+from kvboost.server.tokens import Choice, LogprobRecorder, Piece, TokenScore, sampling_arguments
+
+router = APIRouter(prefix="/v1", tags=["completions"])
+Draft = tuple[EngineRequest, LogprobRecorder | None]  # one choice to generate
+DONE = b"[DONE]"
+_LAST_WORDS_S = 1.0  # to tell the client that the time is up
 _GRACE_S = 1.0  # so that the worker is the first to end a request that is late
-_prompts = logging.getLogger("kvboost.server.prompts")
+_prompts = logging.getLogger("kvboost.server.prompts")  # with `log_prompts` only
+
+
+# --- the routes ------------------------------------------------------------------------------
+
+
+def _answers(whole: type[Answer], chunk: type[Answer]) -> dict[int | str, dict[str, Any]]:
+    about = f"A {chunk.__name__} as JSON, or an ErrorBody where it breaks off, or [DONE] at the end."
+    event = {
+        "type": "object",
+        "description": "An event of an answer with `stream`.",
+        "properties": {"data": {"type": "string", "description": about}},
+        "required": ["data"],
+    }
+    events = {"text/event-stream": {"schema": event}}
+    return {200: {"model": whole, "description": "The answer.", "content": events}}
+
+
+@router.post(
+    "/chat/completions",
+    summary="Answer a chat",
+    responses=_answers(ChatCompletion, ChatChunk),
+    openapi_extra=described(ChatRequest),
+    response_class=Response,
+)
+async def chat(request: Request, service: TheService, caller: AnyCaller, note: TheNote) -> Response:
+    return await _complete(request, service, caller, note, ChatRequest, ChatWriter)
+
+
+@router.post(
+    "/completions",
+    summary="Continue a text",
+    responses=_answers(TextCompletion, TextCompletion),
+    openapi_extra=described(CompletionRequest),
+    response_class=Response,
+)
+async def complete(request: Request, service: TheService, caller: AnyCaller, note: TheNote) -> Response:
+    return await _complete(request, service, caller, note, CompletionRequest, TextWriter)
+
+
+async def _complete(
+    request: Request,
+    service: Service,
+    caller: Caller,
+    note: Note,
+    kind: type[Generation],
+    writer_kind: type[Writer],
+) -> Response:
+    service.check_ready()
+    service.worker.check_room(caller.name)
+    settings = service.settings
+    body, drafts = await service.read(request, caller, partial(_read, service, caller, kind))
+    note.user = body.user
+    answering = Answering(service, body, drafts, caller)
+    writer = writer_kind(
+        settings.model_name,
+        service.names,
+        has_logprobs=body.num_logprobs is not None,
+        has_usage=body.includes_usage,
+    )
+    if not body.stream:
+        answer = await unless_gone(request.receive, _whole(answering, writer))
+        note.usage = answering.usage
+        return Response(answer.to_json(), media_type="application/json")
+    events = kept_alive(_events(answering, writer, body.includes_usage, note), settings.keep_alive_s)
+    first = await unless_gone(request.receive, _first(events))
+    return EventStream(_behind(first, events, note), answering.until + _LAST_WORDS_S)
+
+
+async def _whole(answering: Answering, writer: Writer) -> Answer:
+    scores: list[list[TokenScore]] = [[] for _ in answering.choices]
+    async for choice, piece in answering.pieces():
+        if piece is not None:
+            scores[choice.index] += piece.scores
+    return writer.whole(answering.choices, scores, answering.usage, answering.reuse)
+
+
+async def _events(
+    answering: Answering, writer: Writer, has_usage: bool, note: Note
+) -> AsyncGenerator[bytes, None]:
+    """The answer, chunk by chunk."""
+    opened: set[int] = set()
+    through = 0
+    async for choice, piece in answering.pieces():
+        if choice.index not in opened:
+            opened.add(choice.index)
+            if (opening := writer.opening(choice.index)) is not None:
+                yield opening.to_json()
+        if piece is not None:
+            yield writer.piece(choice.index, piece.text, piece.scores).to_json()
+            continue
+        through += 1
+        is_last = through == len(answering.choices)
+        if is_last:
+            note.usage = answering.usage
+        yield writer.closing(choice, answering.reuse if is_last and not has_usage else None).to_json()
+    if has_usage:
+        yield writer.counts(answering.usage, answering.reuse).to_json()
+    yield DONE
+
+
+async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+    """The first event. An error before it has a status of its own."""
+    try:
+        return await anext(events)
+    except BaseException:
+        await events.aclose()  # which cancels what is still running
+        raise
+
+
+async def _behind(
+    first: bytes, events: AsyncGenerator[bytes, None], note: Note
+) -> AsyncGenerator[bytes, None]:
+    """All events. An error after the first one is sent as the last event."""
+    try:
+        yield first
+        async for event in events:
+            yield event
+    except Exception as error:
+        told = as_api_error(error)
+        note.error = told.code or type(error).__name__
+        note_failure(told, error)
+        yield event_of(told.body.model_dump_json().encode())
+    finally:
+        await events.aclose()
 
 
 # --- reading ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Draft:
-    """One choice to generate."""
-
-    request: Request
-    recorder: LogprobRecorder | None
-
-
-def read_drafts(service: Service, body: Generation, salt: str, reading: Reading) -> list[Draft]:
-    """Check and tokenize all that `body` asks for, prompt by prompt. Takes time, and changes nothing."""
+def _read(
+    service: Service, caller: Caller, kind: type[Generation], raw: bytes, reading: Reading
+) -> tuple[Generation, list[Draft]]:
+    """Check and tokenize all that is asked for. Takes time, so it runs in a thread; changes nothing."""
+    body = parse(kind, raw, service.settings.max_messages)
+    service.check_model(body.model)
+    salt = service.salt_of(caller, body.cache_salt)
     prompts = body.prompts
     wanted, most = len(prompts) * body.choices, service.worker.max_choices
     if wanted > most:
-        raise ApiError(
-            400,
-            f"n: {wanted} answers in one request are more than the {most} that may wait",
-            param="n",
-            code="invalid_value",
-        )
+        raise bad_field("n", f"{wanted} answers in one request are more than the {most} that may wait")
     drafts: list[Draft] = []
     try:
         for prompt in prompts:
             drafts += _read_prompt(service, body, prompt, salt, len(drafts), reading)
     except InvalidRequestError as error:
         raise as_api_error(error, body.prompt_field) from error
-    return drafts
+    if service.settings.log_prompts:
+        for request, _ in drafts:
+            _prompts.info("prompt: %r", request.prompt.text)
+    return body, drafts
 
 
 def _read_prompt(
     service: Service, body: Generation, prompt: AnyPrompt, salt: str, first: int, reading: Reading
 ) -> list[Draft]:
-    engine = service.engine
     read = service.tokenize(prompt, salt, reading, field=body.prompt_field)
     new_tokens = _new_tokens(service, body, len(read))
-    drafts = []
+    drafts: list[Draft] = []
     for index in range(first, first + body.choices):
         recorder = None if body.num_logprobs is None else LogprobRecorder(body.num_logprobs)
         arguments = sampling_arguments(body, index, len(read), recorder)
         reuse = service.reuse_of(body)
         arguments = replace(arguments, max_new_tokens=new_tokens, cache_salt=salt, **reuse)
-        request = engine.core.read(read, arguments)
-        drafts.append(Draft(request, recorder))
+        drafts.append((service.engine.core.read(read, arguments), recorder))
     return drafts
 
 
@@ -90,7 +222,7 @@ def _new_tokens(service: Service, body: Generation, prompt_tokens: int) -> int:
             field, message = body.prompt_field, f"{has}: shorten it"
         else:
             field, message = body.max_tokens_field, f"{has}: ask for at most {room} tokens, got {asked}"
-        raise ApiError(400, f"{field}: {message}", param=field, code="context_length_exceeded")
+        raise bad_field(field, message, "context_length_exceeded")
     if asked is not None:
         return asked
     default = service.settings.default_max_tokens
@@ -98,81 +230,6 @@ def _new_tokens(service: Service, body: Generation, prompt_tokens: int) -> int:
 
 
 # --- answering -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlacedScore:
-    """A token's score, and where its text begins in the answer, in characters."""
-
-    score: TokenScore
-    offset: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text to send, and the scores of the tokens that begin in it."""
-
-    text: str
-    scores: list[PlacedScore] = field(default_factory=list)
-
-
-class Choice:
-    """One answer as it grows."""
-
-    def __init__(self, service: Service, index: int, draft: Draft, ticket: Ticket, stops: list[str]) -> None:
-        self.index = index
-        self.ticket = ticket
-        self.completion_tokens = 0
-        self._recorder = draft.recorder
-        self._detokenizer = Detokenizer(service.decode)
-        self._stops = StopFinder(stops)
-        self._scores: deque[PlacedScore] = deque()  # of tokens whose text was not sent
-        self._decoded = 0  # characters
-        self._sent = 0  # characters
-
-    def take(self, token: int) -> Piece | None:
-        """The text that is certain with the next token; none behind a stop string, where it ends."""
-        if self._stops.found:
-            return None  # was generated before the cancellation
-        self.completion_tokens += 1
-        if self._recorder is not None:
-            self._scores.append(PlacedScore(self._recorder.take(token), self._decoded))
-        piece = self._piece(self._stops.add(self._decoded_text(self._detokenizer.add(token))))
-        if self._stops.found:
-            self.ticket.end()
-        return piece
-
-    def end(self) -> Piece | None:
-        """What is left of the text, after the last token."""
-        if self.ticket.error is not None:
-            raise self.ticket.error
-        if self._stops.found:
-            return None
-        if self.result.finish_reason == "cancelled":
-            raise KVBoostError("the request was cancelled")
-        rest = self._decoded_text(self._detokenizer.end())
-        return self._piece(self._stops.add(rest) + self._stops.end())
-
-    @property
-    def result(self) -> GenerationResult:
-        return self.ticket.result
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return "stop" if self._stops.found or self.result.finish_reason == "stop" else "length"
-
-    def _decoded_text(self, text: str) -> str:
-        self._decoded += len(text)
-        return text
-
-    def _piece(self, text: str) -> Piece | None:
-        if not text:
-            return None
-        self._sent += len(text)
-        scores = []
-        while self._scores and self._scores[0].offset < self._sent:
-            scores.append(self._scores.popleft())
-        return Piece(text, scores)
 
 
 class Answering:
@@ -185,13 +242,13 @@ class Answering:
         self.until = time.monotonic() + service.settings.timeout_s + _GRACE_S
         self._tokens: TokenQueue = asyncio.Queue()
         self.choices: list[Choice] = []
-        for index, draft in enumerate(drafts):
+        for index, (request, recorder) in enumerate(drafts):
             try:
-                ticket = service.submit(draft.request, caller, param=body.prompt_field, queue=self._tokens)
+                ticket = service.submit(request, caller, param=body.prompt_field, queue=self._tokens)
             except BaseException:
                 self.cancel()
                 raise
-            self.choices.append(Choice(service, index, draft, ticket, body.stops))
+            self.choices.append(Choice(index, ticket, recorder, service.decode, body.stops))
 
     def cancel(self) -> None:
         """Cancel the choices that are still running."""
@@ -218,8 +275,11 @@ class Answering:
                 if token is None:
                     del running[ticket]
                     if not running:
-                        self._count()
+                        self._service.count_answer(self.choices[0].result, self.usage)
                     yield choice, None
+            if self._service.settings.log_prompts:
+                for choice in self.choices:
+                    _prompts.info("answer %d: %r", choice.index, choice.text)
         finally:
             late.cancel()
             self.cancel()
@@ -238,23 +298,3 @@ class Answering:
     def reuse(self) -> Reuse:
         """Of the first choice."""
         return Reuse.of(self.choices[0].result, partial(told_reason, caller=self._caller))
-
-    def _count(self) -> None:
-        usage = self.usage
-        self._service.count_answer(
-            self.choices[0].result,
-            usage.prompt_tokens,
-            usage.prompt_tokens_details.cached_tokens,
-            usage.completion_tokens,
-        )
-
-
-def log_prompts(drafts: list[Draft]) -> None:
-    """Log the prompts, with `log_prompts` only."""
-    for draft in drafts:
-        _prompts.info("prompt: %r", draft.request.prompt.text)
-
-
-def log_answer(choice: int, text: str) -> None:
-    """Log an answer, with `log_prompts` only."""
-    _prompts.info("answer %d: %r", choice, text)

@@ -13,13 +13,12 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from kvboost.errors import InvalidRequestError, PromptTooLongError
-from kvboost.server.field_rules import TOO_MANY, UNSUPPORTED
-from kvboost.server.schemas import ErrorBody, ErrorDetails
-from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError
+from kvboost.server.schemas import TOO_MANY, UNSUPPORTED
+from kvboost.server.tickets import QueueFullError, RequestTimeoutError, ShuttingDownError
 
 _LONGEST_NAME = 100  # of a client's own field names in messages
 _LONGEST_VALUE = 40  # of a client's own values in messages
@@ -44,6 +43,21 @@ _KINDS: dict[int, str] = {
     HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+
+
+class ErrorDetails(BaseModel):
+    """What is wrong; `param` names the field, `code` is a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is not 2xx."""
+
+    error: ErrorDetails
 
 
 class ApiError(Exception):
@@ -77,15 +91,18 @@ class ApiError(Exception):
         return JSONResponse(self.body.model_dump(), self.status, self.headers)
 
 
+def bad_field(param: str, message: object, code: str = "invalid_value") -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:
     """What a client is told of `error`; `param` is the field that was being read."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, PromptTooLongError):
-        return ApiError(400, f"{param}: {error}", param=param, code="context_length_exceeded")
     if isinstance(error, InvalidRequestError):
-        message = str(error) if param is None else f"{param}: {error}"
-        return ApiError(400, message, param=param, code="invalid_value")
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
+        return ApiError(400, str(error), code=code) if param is None else bad_field(param, error, code)
     if isinstance(error, QueueFullError):
         retry = {"Retry-After": str(error.retry_after_s)}
         return ApiError(429, str(error), code="queue_full", headers=retry)
@@ -115,23 +132,23 @@ def of_validation(error: ValidationError | RequestValidationError) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, _bad_json(context["error"]), code="invalid_json")
     if (given := context.get("param")) is not None:  # between fields
-        return ApiError(400, f"{given}: {found['msg']}", param=given, code="invalid_value")
+        return bad_field(given, found["msg"])
     path = found["loc"][1:] if isinstance(error, RequestValidationError) else found["loc"]
     if not path:
         return ApiError(400, f"the body must be a JSON object{_got(found)}", code="invalid_type")
     param = _spelled(path)
     if kind == UNSUPPORTED:
-        return ApiError(400, f"{param}: {context['reason']}", param=param, code="unsupported_parameter")
+        return bad_field(param, context["reason"], "unsupported_parameter")
     if kind == "extra_forbidden":
         return ApiError(400, f"{param} is not a known field", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is required", param=param, code="missing_required_parameter")
     if kind == TOO_MANY:
         message = (
-            f"{param}: {context['count']} messages and parts are more than the {context['most']} that this "
-            "server takes; leave out or join the oldest"
+            f"{context['count']} messages and parts are more than the {context['most']} that this server "
+            "takes; leave out or join the oldest"
         )
-        return ApiError(400, message, param=param, code="too_many_messages")
+        return bad_field(param, message, "too_many_messages")
     words = _IN_WORDS.get(kind, "is not valid").format(**context)
     return ApiError(400, f"{param} {words}{_got(found)}", param=param, code="invalid_value")
 

@@ -7,12 +7,14 @@ Knows numbers, no request.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvboost.server.answers import RecentRequest
 from kvboost.server.worker import Worker
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
@@ -24,47 +26,31 @@ class Metrics:
 
     def __init__(self, worker: Worker, cache_stats: Callable[[], dict[str, Any]]) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "kvboost_requests", "Requests by route and status.", ["route", "status"], registry=self._registry
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        self._requests = counter("kvboost_requests", "Requests by route and status.", ["route", "status"])
+        self._ttft = histogram(
+            "kvboost_ttft_seconds", "Time from reading a request to its first token.", buckets=_TTFT_S
         )
-        self._ttft = Histogram(
-            "kvboost_ttft_seconds",
-            "Time from reading a request to its first token.",
-            buckets=_TTFT_S,
-            registry=self._registry,
+        self._total = histogram(
+            "kvboost_request_seconds", "Time from reading a request to its last token.", buckets=_TOTAL_S
         )
-        self._total = Histogram(
-            "kvboost_request_seconds",
-            "Time from reading a request to its last token.",
-            buckets=_TOTAL_S,
-            registry=self._registry,
-        )
-        self._prompt = Counter("kvboost_prompt_tokens", "Prompt tokens.", registry=self._registry)
-        self._cached = Counter(
-            "kvboost_cached_tokens", "Prompt tokens whose KV came from the cache.", registry=self._registry
-        )
-        self._completion = Counter("kvboost_completion_tokens", "Tokens of answers.", registry=self._registry)
+        self._prompt = counter("kvboost_prompt_tokens", "Prompt tokens.")
+        self._cached = counter("kvboost_cached_tokens", "Prompt tokens whose KV came from the cache.")
+        self._completion = counter("kvboost_completion_tokens", "Tokens of answers.")
         self._registry.register(_Now(worker, cache_stats))
 
     def count_request(self, route: str, status: int) -> None:
         """An HTTP request is over."""
         self._requests.labels(route, str(status)).inc()
 
-    def count_answer(
-        self,
-        *,
-        ttft_s: float,
-        total_s: float,
-        prompt_tokens: int,
-        cached_tokens: int,
-        completion_tokens: int,
-    ) -> None:
+    def count_answer(self, answer: RecentRequest) -> None:
         """A completion was given."""
-        self._ttft.observe(ttft_s)
-        self._total.observe(total_s)
-        self._prompt.inc(prompt_tokens)
-        self._cached.inc(cached_tokens)
-        self._completion.inc(completion_tokens)
+        self._ttft.observe(answer.ttft_ms / 1e3)
+        self._total.observe(answer.total_ms / 1e3)
+        self._prompt.inc(answer.prompt_tokens)
+        self._cached.inc(answer.cached_tokens)
+        self._completion.inc(answer.completion_tokens)
 
     def text(self) -> bytes:
         """All metrics, in Prometheus' text format."""
@@ -107,15 +93,11 @@ class _Now(Collector):
 
     def _cache(self) -> Iterator[Metric]:
         stats = self._cache_stats()
-        disk = stats.get("disk", {})
-        used = GaugeMetricFamily("kvboost_cache_bytes", "Bytes of cached KV by tier.", labels=["tier"])
-        used.add_metric(["memory"], stats["bytes"])
-        used.add_metric(["disk"], disk.get("bytes", 0))
-        yield used
-        chunks = GaugeMetricFamily("kvboost_cache_chunks", "Cached chunks by tier.", labels=["tier"])
-        chunks.add_metric(["memory"], stats["chunks"])
-        chunks.add_metric(["disk"], disk.get("chunks", 0))
-        yield chunks
+        for name, about in (("bytes", "Bytes of cached KV by tier."), ("chunks", "Cached chunks by tier.")):
+            held = GaugeMetricFamily(f"kvboost_cache_{name}", about, labels=["tier"])
+            held.add_metric(["memory"], stats[name])
+            held.add_metric(["disk"], stats.get("disk", {}).get(name, 0))
+            yield held
         yield CounterMetricFamily(
             "kvboost_cache_evicted_chunks", "Chunks that had to go.", stats["evicted_chunks"]
         )

@@ -1,11 +1,14 @@
-"""Reading requests: a few threads that tenants share, and a deadline for each request.
+"""Reading requests: their bodies, a few threads that tenants share, and a deadline for each request.
+
+Bodies are JSON only, not too long, not too slow, and checked field by field. They are read by hand and not by
+FastAPI, so that their length is bounded while they arrive, and parsing does not block the event loop. Hence
+their part of the OpenAPI document is made here too.
 
 A request is being read from the first byte of its body until it is queued for the model. A tenant has a
 share of the threads, of their time, of the bytes that are held meanwhile, and of the places; one that goes
 beyond it waits, or gets a 429, and the others are not affected. Time matters most: while one thread runs
 Python, the model's thread hardly gets the interpreter. Work whose client has gone or whose time is up ends
-at its next step. Used from one event loop. Knows tenants and bytes, no request and no
-model.
+at its next step. Used from one event loop. Knows tenants and bytes, no route and no model.
 """
 
 from __future__ import annotations
@@ -21,11 +24,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import anyio
+from fastapi import Request
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
+
 from kvboost.errors import KVBoostError
-from kvboost.server.errors import ApiError
-from kvboost.server.ticket import ShuttingDownError
+from kvboost.server.asgi import ClientGoneError
+from kvboost.server.errors import ApiError, of_validation
+from kvboost.server.schemas import Body
+from kvboost.server.settings import MAX_MESSAGES
+from kvboost.server.tickets import ShuttingDownError
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 THREADS = 4
 _SHARE = 2  # a tenant may use one part in so many of threads and bytes
 _MOST_BYTES = 64_000_000  # of bodies that are held at once; more where the largest allowed body needs it
@@ -170,14 +182,16 @@ class Readers:
         loop = asyncio.get_running_loop()
         job = _Job(reading, work, loop.create_future())
         self._waiting.setdefault(reading.tenant, deque()).append(job)
-        late = loop.call_later(max(0.0, reading.until - time.monotonic()), _fail, job.answer, too_slow())
+        left_s = max(0.0, reading.until - time.monotonic())
+        late = loop.call_later(left_s, lambda: _fail(job.answer, too_slow()))
         try:
             self._dispatch()
             answer: T = await job.answer
             return answer
         finally:
             late.cancel()
-            if not _has_result(job.answer):
+            answer_is_there = job.answer.done() and not job.answer.cancelled()
+            if not answer_is_there or job.answer.exception() is not None:
                 self._drop(job)
                 reading.end()
 
@@ -270,10 +284,6 @@ def _work(job: _Job, loop: asyncio.AbstractEventLoop, finished: Callable[[str, f
         return  # the event loop is closed, so nothing waits
 
 
-def _has_result(answer: asyncio.Future[Any]) -> bool:
-    return answer.done() and not answer.cancelled() and answer.exception() is None
-
-
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     if not answer.done():
         is_odd = isinstance(error, StopIteration)  # a future cannot hold it
@@ -299,3 +309,49 @@ def _refusal(what: str) -> ApiError:
 def too_slow() -> ApiError:
     """The error where reading a request took too long."""
     return ApiError(408, "reading the request took too long: send less, or try again later", code="timeout")
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+async def read_body(request: Request, max_bytes: int, reading: Reading) -> bytes:
+    """The bytes of the body; ends when the time of `reading` is up."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a browser sends this for a foreign page only after a preflight request
+        raise ApiError(415, "send JSON, with the header Content-Type: application/json", code="not_json")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_long(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        with anyio.fail_after(max(0.0, reading.until - time.monotonic())):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > max_bytes:
+                    raise _too_long(max_bytes)
+                await reading.hold(len(part))
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+    except TimeoutError as error:
+        raise too_slow() from error
+    return b"".join(parts)
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(413, f"a request may have at most {max_bytes} bytes", code="request_too_large")
+
+
+def parse(kind: type[B], raw: bytes, max_messages: int = MAX_MESSAGES) -> B:
+    """The body as `kind`; errors name the field."""
+    try:
+        return kind.model_validate_json(raw, context={"max_messages": max_messages})
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+def described(kind: type[Body]) -> dict[str, Any]:
+    """What a route says of its body in the OpenAPI document."""
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
 from kvboost.server.app import create_app
-from kvboost.server.connection import ABORT
+from kvboost.server.asgi import ABORT
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
 

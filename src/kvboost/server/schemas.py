@@ -1,22 +1,109 @@
-"""The bodies of requests, field by field, and of errors. What is not named here is refused.
+"""The bodies of requests, field by field, and the rules for fields. What is not named here is refused.
 
 Knows what a field may hold; what it means is decided elsewhere. `null` means the same as leaving a field out.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvboost.choices import Selector
-from kvboost.server.field_rules import TOO_MANY, Between, Expected, Refused
 from kvboost.server.settings import MAX_MESSAGES
 
 MAX_CHOICES = 128
 _MAX_SALT = 512
 _SEEDS = 2**63
+EXPECTED, UNSUPPORTED, TOO_MANY = "expected", "unsupported", "too_many"
+_LISTED = 100  # errors within a field that are kept: a body can have hundreds of thousands
+
+
+# --- rules, which stand in `Annotated` and change no value -------------------------------------
+# Each replaces the validator's errors by one in our own words: `expected` (what the field must be), or
+# `unsupported` (why there is no such thing here). How an error is sent is `errors`' business.
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A field that `must be` something, as for `a whole number`. A refusal within it is told instead."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return self.around(handler(source))
+
+    def around(self, schema: CoreSchema) -> CoreSchema:
+        def check(value: Any, inner: core_schema.ValidatorFunctionWrapHandler) -> Any:
+            try:
+                return inner(value)
+            except ValidationError as error:
+                if error.error_count() <= _LISTED:
+                    for each in error.errors(include_url=False, include_input=False):
+                        if each["type"] == UNSUPPORTED:
+                            raise _unsupported(each["ctx"]["reason"]) from None
+                raise PydanticCustomError(EXPECTED, "must be {expected}", {"expected": self.words}) from None
+
+        return core_schema.no_info_wrap_validator_function(check, schema)
+
+
+@dataclass(frozen=True)
+class Between:
+    """A number from `low` to `high`, both included; None = no bound."""
+
+    low: int
+    high: int | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        number = "a whole number" if source is int else "a number"
+        bounds = f"of at least {self.low}" if self.high is None else f"between {self.low} and {self.high}"
+        bounded = handler(Annotated[source, Field(ge=self.low, le=self.high)])
+        return Expected(f"{number} {bounds}").around(bounded)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field of OpenAI's that this server does not have, and what is said of values that ask for it.
+
+    The type beside it names the values that change nothing. With `only`, this is said of these values alone.
+    """
+
+    reason: str
+    only: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def check(value: Any, inner: core_schema.ValidatorFunctionWrapHandler) -> Any:
+            try:
+                return inner(value)
+            except ValidationError:
+                if self.only and value not in self.only:
+                    raise
+                raise _unsupported(self.reason) from None
+
+        return core_schema.no_info_wrap_validator_function(check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        described = handler(schema)
+        return described if self.only else {**described, "description": f"No other value: {self.reason}."}
+
+
+def _unsupported(reason: str) -> PydanticCustomError:
+    return PydanticCustomError(UNSUPPORTED, "{reason}", {"reason": reason})
 
 
 class Body(BaseModel):
@@ -256,13 +343,14 @@ class Generation(Neutral, Reuse):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def max_new_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
     def max_tokens_field(self) -> str:
         """The field that says how long the answer may get."""
         return "max_tokens"
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        length: int | None = getattr(self, self.max_tokens_field)
+        return length
 
     @property
     def num_logprobs(self) -> int | None:
@@ -293,10 +381,6 @@ class ChatRequest(Generation):
         if self.top_logprobs and not self.logprobs:
             raise _wrong("top_logprobs", "has a meaning only with logprobs")
         return self
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def max_tokens_field(self) -> str:
@@ -359,21 +443,3 @@ class CacheRequest(Body):
 
 class ExplainRequest(CacheRequest, Reuse):
     """A text for /v1/cache/explain, and what might be reused of it."""
-
-
-# --- errors ----------------------------------------------------------------------------------
-
-
-class ErrorDetails(BaseModel):
-    """What is wrong; `param` names the field, `code` is a word for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """Every answer that is not 2xx."""
-
-    error: ErrorDetails

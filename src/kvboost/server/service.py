@@ -1,6 +1,6 @@
 """What the routes share: the engine, its worker, who may ask, and what was counted.
 
-Made once per application. Knows no HTTP.
+Made once per application. Knows no route.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
+from fastapi import Depends
+from fastapi import Request as HttpRequest
 
-from kvboost import __version__
 from kvboost.choices import GenerationMode
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
@@ -22,19 +24,19 @@ from kvboost.models import GenerationResult
 from kvboost.requests.encoding import ReadingBounds
 from kvboost.requests.prompts import TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
-from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, WorkerBody
+from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, Usage
+from kvboost.server.asgi import unless_gone
 from kvboost.server.auth import Caller, Gate, effective_salt
-from kvboost.server.errors import ApiError, as_api_error
+from kvboost.server.errors import ApiError, as_api_error, bad_field
 from kvboost.server.metrics import Metrics
-from kvboost.server.readers import Readers, Reading
+from kvboost.server.readers import Readers, Reading, read_body
 from kvboost.server.schemas import AnyPrompt, Reuse
 from kvboost.server.settings import ServerSettings
-from kvboost.server.text import TokenNames
-from kvboost.server.ticket import ShuttingDownError, Ticket, TokenQueue
+from kvboost.server.tickets import ShuttingDownError, Ticket, TokenQueue
+from kvboost.server.tokens import TokenNames
 from kvboost.server.worker import Worker
 from kvboost.store.forest import without_tokens
 
-FINGERPRINT = f"kvboost-{__version__}"
 T = TypeVar("T")
 _RECENT = 200
 _LEAST_READING = 16  # requests of a tenant that may be read at once, however few may wait
@@ -89,13 +91,20 @@ class Service:
 
     # --- requests ----------------------------------------------------------------------------
 
+    async def read(self, request: HttpRequest, caller: Caller, work: Callable[[bytes, Reading], T]) -> T:
+        """What `work` makes of a request's body, in a thread; cancelled where the client goes away."""
+        settings = self.settings
+        with self.readers.reading(caller.name, settings.read_timeout_s) as reading:
+            raw = await read_body(request, settings.max_request_bytes, reading)
+            return await unless_gone(request.receive, reading.run(partial(work, raw, reading)))
+
     def reuse_of(self, body: Reuse) -> dict[str, Any]:
         """What a request may reuse, as arguments: as it asks, or as the server does."""
         mode = GenerationMode(body.mode or self.settings.mode)
         for field in ("recompute_ratio", "selector"):
             if getattr(body, field) is not None and mode is not GenerationMode.CHUNK_KV_REUSE:
-                message = f"{field}: says how moved text is repaired, and mode {mode.value!r} reuses none"
-                raise ApiError(400, message, param=field, code="invalid_value")
+                message = f"says how moved text is repaired, and mode {mode.value!r} reuses none"
+                raise bad_field(field, message)
         return {"mode": mode, "repair": (body.recompute_ratio, body.selector)}
 
     def tokenize(
@@ -121,23 +130,16 @@ class Service:
             raise as_api_error(error, field) from error
 
     def _check_size(self, prompt: AnyPrompt, field: str) -> None:
-        most = self._max_characters
+        most, tokens = self.settings.max_prompt_characters, self.max_prompt_tokens
+        if most is None and tokens is not None:
+            most = _CHARACTERS_PER_TOKEN * tokens
         if isinstance(prompt, str):
             size = len(prompt)
         else:
             size = sum(len(each["content"]) for each in prompt if isinstance(each, dict))
         if most is not None and size > most:
-            raise ApiError(
-                400,
-                f"{field}: {size} characters are more than the {most} that this server takes; shorten it",
-                param=field,
-                code="context_length_exceeded",
-            )
-
-    @property
-    def _max_characters(self) -> int | None:
-        given, tokens = self.settings.max_prompt_characters, self.max_prompt_tokens
-        return given if given is not None or tokens is None else _CHARACTERS_PER_TOKEN * tokens
+            message = f"{size} characters are more than the {most} that this server takes; shorten it"
+            raise bad_field(field, message, "context_length_exceeded")
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of generated tokens, as the engine gives it."""
@@ -152,13 +154,10 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Refuse names of other models."""
-        if name not in self.settings.names:
-            raise ApiError(
-                404,
-                f"the model {name[:100]!r} is not here; this server has {self.settings.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        settings = self.settings
+        if name not in (settings.model_name, *settings.aliases):
+            message = f"the model {name[:100]!r} is not here; this server has {settings.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_ready(self) -> None:
         """Raise where no request can be taken."""
@@ -177,37 +176,30 @@ class Service:
         queue: TokenQueue | None = None,
     ) -> Ticket:
         """Queue a request; where the running batch has no room for it, the error names the field `param`."""
-        timeout_s = self.settings.timeout_s
+        tenant, timeout_s = caller.name, self.settings.timeout_s
         try:
             return self.worker.submit(
-                request, tenant=caller.name, timeout_s=timeout_s, answers=answers, queue=queue
+                request, tenant=tenant, timeout_s=timeout_s, answers=answers, queue=queue
             )
         except InvalidRequestError as error:
-            code = "context_length_exceeded"
-            raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
+            raise bad_field(param, error, "context_length_exceeded") from error
 
-    def count_answer(self, result: GenerationResult, prompt: int, cached: int, completion: int) -> None:
-        """Count a completion whose first choice is `result`."""
-        self.metrics.count_answer(
-            ttft_s=result.ttft_ms / 1e3,
-            total_s=result.total_ms / 1e3,
-            prompt_tokens=prompt,
+    def count_answer(self, first: GenerationResult, usage: Usage) -> None:
+        """Count a completion whose first choice is `first`."""
+        cached = usage.prompt_tokens_details.cached_tokens
+        recent = RecentRequest(
+            at=time.time(),
+            ttft_ms=first.ttft_ms,
+            total_ms=first.total_ms,
+            prompt_tokens=usage.prompt_tokens,
             cached_tokens=cached,
-            completion_tokens=completion,
+            completion_tokens=usage.completion_tokens,
         )
+        self.metrics.count_answer(recent)
         self._count += 1
-        self._prompt_tokens += prompt
+        self._prompt_tokens += usage.prompt_tokens
         self._cached_tokens += cached
-        self._recent.append(
-            RecentRequest(
-                at=time.time(),
-                ttft_ms=result.ttft_ms,
-                total_ms=result.total_ms,
-                prompt_tokens=prompt,
-                cached_tokens=cached,
-                completion_tokens=completion,
-            )
-        )
+        self._recent.append(recent)
 
     # --- what is going on --------------------------------------------------------------------
 
@@ -224,7 +216,7 @@ class Service:
             model=self.settings.model_name,
             mode=self.settings.mode_name,
             uptime_s=time.monotonic() - self._started,
-            worker=WorkerBody(**vars(self.worker.stats)),
+            worker=self.worker.stats,
             batch=self._batch_stats(),
             requests=RequestsBody(
                 count=self._count,
@@ -242,15 +234,11 @@ class Service:
         scheduler = self.worker.scheduler
         if scheduler is None:
             return None
-        counts = scheduler.counts
         return BatchBody(
+            **vars(scheduler.counts),  # of which it takes those that it has fields for
             sequences=len(scheduler.sequences),
             max_sequences=scheduler.max_sequences,
             resident_tokens=self._batch_slots - scheduler.radix_tree.pool.free,
-            steps=counts.steps,
-            decoded_tokens=counts.decoded_tokens,
-            prefilled_tokens=counts.prefilled_tokens,
-            shared_tokens=counts.shared_tokens,
             kv_bytes=scheduler.nbytes,
         )
 
@@ -267,19 +255,26 @@ class Service:
         self.worker.close(self.settings.shutdown_timeout_s if timeout_s is None else timeout_s)
 
 
+async def service_of(request: HttpRequest) -> Service:
+    """For routes. Async: FastAPI would run a plain function in a thread."""
+    service: Service = request.app.state.service
+    return service
+
+
+TheService = Annotated[Service, Depends(service_of)]
+
+
 def told_reason(reason: str, caller: Caller) -> str:
     """Why a token was not found, without tokens of others' text where `caller` may not see them."""
     return reason if caller.sees_tokens else without_tokens(reason)
 
 
 def _chunk_body(chunk: Any, with_text: bool) -> ChunkBody:
-    body = ChunkBody(
+    return ChunkBody(
         id=chunk.chunk_id,
         tokens=chunk.length,
         uses=chunk.access_count,
         tier="memory" if chunk.kv.is_loaded else "disk",
         age_s=max(0.0, time.time() - chunk.created_at),
+        **({"text": chunk.text} if with_text else {}),
     )
-    if with_text:
-        body.text = chunk.text
-    return body

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvboost.choices import GenerationMode, choice
 from kvboost.errors import InvalidRequestError
-from kvboost.settings import about, options_of
+from kvboost.settings import Kind, about, options_of
 
 MODES = ("prefix_cache", "chunk_kv_reuse", "baseline")  # the default first
 MAX_MESSAGES = 16_384  # of one request, whatever the settings say
@@ -33,6 +34,11 @@ class ApiKey:
         return f"ApiKey(***, salt={'***' if self.salt else None})"
 
 
+def _option(default: Any, says: str, kind: Kind, **more: Any) -> Any:
+    """A field that is an option of `kvboost serve`."""
+    return field(default=default, metadata=about("serving", says, kind, **more))
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Options of one server.
@@ -48,145 +54,83 @@ class ServerSettings:
 
     model_name: str = "kvboost"
     aliases: tuple[str, ...] = ()
-    mode: GenerationMode | str = field(
-        default=MODES[0],
-        metadata=about(
-            "serving",
-            "What is reused: exact prefixes, moved text too (approximately), or nothing. The last is "
-            "not batched.",
-            "choice",
-            choices=MODES,
-        ),
+    mode: GenerationMode | str = _option(  # noqa: RUF009  # it makes a field
+        MODES[0],
+        "What is reused: exact prefixes, moved text too (approximately), or nothing. The last is "
+        "not batched.",
+        "choice",
+        choices=MODES,
     )
     api_keys: tuple[ApiKey, ...] = ()
     admin_key: ApiKey | None = None
-    batching: bool = field(
-        default=True, metadata=about("serving", "Many requests at once, or one by one.", "switch")
+    batching: bool = _option(True, "Many requests at once, or one by one.", "switch")
+    max_sequences: int | None = _option(
+        None, "Requests in the running batch.", "count", least=1, default_text="32, on a GPU 64"
     )
-    max_sequences: int | None = field(
-        default=None,
-        metadata=about(
-            "serving", "Requests in the running batch.", "count", least=1, default_text="32, on a GPU 64"
-        ),
+    batch_tokens: int | None = _option(
+        None,
+        "Tokens whose KV the running batch can hold; a request that needs more gets a 400.",
+        "count",
+        least=1,
+        default_text="65536, or as memory allows",
     )
-    batch_tokens: int | None = field(
-        default=None,
-        metadata=about(
-            "serving",
-            "Tokens whose KV the running batch can hold; a request that needs more gets a 400.",
-            "count",
-            least=1,
-            default_text="65536, or as memory allows",
-        ),
+    max_waiting: int = _option(256, "Requests that may wait; more get a 429.", "count", least=1)
+    max_waiting_per_tenant: int | None = _option(
+        None,
+        "Requests of one key that may wait; without keys, of one address. A single key may have all.",
+        "count",
+        least=1,
+        flag="--max-waiting-per-key",
+        default_text="half of --max-waiting",
     )
-    max_waiting: int = field(
-        default=256,
-        metadata=about("serving", "Requests that may wait; more get a 429.", "count", least=1),
+    timeout_s: float = _option(
+        600.0, "Time that a request may take, waiting included.", "seconds", flag="--timeout"
     )
-    max_waiting_per_tenant: int | None = field(
-        default=None,
-        metadata=about(
-            "serving",
-            "Requests of one key that may wait; without keys, of one address. A single key may have all.",
-            "count",
-            least=1,
-            flag="--max-waiting-per-key",
-            default_text="half of --max-waiting",
-        ),
+    read_timeout_s: float = _option(
+        30.0, "Time for a request to arrive and to be tokenized.", "seconds", flag="--read-timeout"
     )
-    timeout_s: float = field(
-        default=600.0,
-        metadata=about(
-            "serving", "Time that a request may take, waiting included.", "seconds", flag="--timeout"
-        ),
+    keep_alive_s: float = _option(
+        10.0, "A stream with nothing to say sends a comment after this time.", "seconds", flag="--keep-alive"
     )
-    read_timeout_s: float = field(
-        default=30.0,
-        metadata=about(
-            "serving",
-            "Time for a request to arrive and to be tokenized.",
-            "seconds",
-            flag="--read-timeout",
-        ),
+    shutdown_timeout_s: float = _option(
+        30.0,
+        "Time for running requests after SIGTERM or Ctrl-C.",
+        "seconds",
+        least=0,
+        flag="--shutdown-timeout",
     )
-    keep_alive_s: float = field(
-        default=10.0,
-        metadata=about(
-            "serving",
-            "A stream with nothing to say sends a comment after this time.",
-            "seconds",
-            flag="--keep-alive",
-        ),
+    max_request_bytes: int = _option(
+        4_000_000, "Longest body of a request, such as 512KiB.", "size", least=1, default_text="4MB"
     )
-    shutdown_timeout_s: float = field(
-        default=30.0,
-        metadata=about(
-            "serving",
-            "Time for running requests after SIGTERM or Ctrl-C.",
-            "seconds",
-            least=0,
-            flag="--shutdown-timeout",
-        ),
+    max_messages: int = _option(
+        4_096,
+        "Messages of one chat, with the parts of all of them; at most 16384.",
+        "count",
+        least=1,
+        most=MAX_MESSAGES,
     )
-    max_request_bytes: int = field(
-        default=4_000_000,
-        metadata=about(
-            "serving", "Longest body of a request, such as 512KiB.", "size", least=1, default_text="4MB"
-        ),
+    max_prompt_characters: int | None = _option(
+        None, "Characters of one prompt.", "count", least=1, default_text="16 for every token that fits"
     )
-    max_messages: int = field(
-        default=4_096,
-        metadata=about(
-            "serving",
-            "Messages of one chat, with the parts of all of them; at most 16384.",
-            "count",
-            least=1,
-            most=MAX_MESSAGES,
-        ),
+    cors_origins: tuple[str, ...] = _option(
+        (),
+        "Web pages from this origin may call the server; can be repeated.",
+        "several texts",
+        flag="--cors",
+        metavar="ORIGIN",
     )
-    max_prompt_characters: int | None = field(
-        default=None,
-        metadata=about(
-            "serving",
-            "Characters of one prompt.",
-            "count",
-            least=1,
-            default_text="16 for every token that fits",
-        ),
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        "A name of this server beside addresses and local names, * = any; needed only without keys. "
+        "Can be repeated.",
+        "several texts",
+        flag="--allowed-host",
+        metavar="NAME",
     )
-    cors_origins: tuple[str, ...] = field(
-        default=(),
-        metadata=about(
-            "serving",
-            "Web pages from this origin may call the server; can be repeated.",
-            "several texts",
-            flag="--cors",
-            metavar="ORIGIN",
-        ),
+    log_prompts: bool = _option(
+        False, "Write prompts and answers to the log, and show texts of chunks in the stats.", "switch"
     )
-    allowed_hosts: tuple[str, ...] = field(
-        default=(),
-        metadata=about(
-            "serving",
-            "A name of this server beside addresses and local names, * = any; needed only without keys. "
-            "Can be repeated.",
-            "several texts",
-            flag="--allowed-host",
-            metavar="NAME",
-        ),
-    )
-    log_prompts: bool = field(
-        default=False,
-        metadata=about(
-            "serving",
-            "Write prompts and answers to the log, and show texts of chunks in the stats.",
-            "switch",
-        ),
-    )
-    default_max_tokens: int = field(
-        default=512,
-        metadata=about("serving", "Longest answer where a request does not say.", "count", least=1),
-    )
+    default_max_tokens: int = _option(512, "Longest answer where a request does not say.", "count", least=1)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", choice(GenerationMode, "mode", self.mode))
@@ -222,8 +166,3 @@ class ServerSettings:
             return min(self.max_waiting_per_tenant, self.max_waiting)
         is_only_one = len(self.api_keys) == 1 and not self.has_tenants
         return self.max_waiting if is_only_one else max(1, self.max_waiting // 2)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the model."""
-        return (self.model_name, *self.aliases)

@@ -1,7 +1,7 @@
 """The thread that runs the model for a server: it takes requests from the queue and drives the scheduler.
 
-Requests wait in a queue (`fair_queue`), join the running batch when there is room (`admission`), and leave it
-at any step. What cannot run beside others runs alone, between two steps. Knows the engine, no HTTP.
+Requests wait in a queue, join the running batch when there is room (both in `tickets`), and leave it at any
+step. What cannot run beside others runs alone, between two steps. Knows the engine, no HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from transformers.generation.streamers import BaseStreamer
@@ -23,28 +22,22 @@ from kvboost.batching.sequence import Sequence
 from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
 from kvboost.requests.request import Request
-from kvboost.server.admission import Admission
-from kvboost.server.fair_queue import FairQueue
-from kvboost.server.ticket import QueueFullError, RequestTimeoutError, ShuttingDownError, Ticket, TokenQueue
+from kvboost.server.answers import WorkerBody
+from kvboost.server.tickets import (
+    Admission,
+    FairQueue,
+    QueueFullError,
+    RequestTimeoutError,
+    ShuttingDownError,
+    Ticket,
+    TokenQueue,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _NOT_ANSWERED = "the server was shut down before this request was answered"
 _TOO_LONG = "the request took longer than the server allows"
 _IDLE_S = 0.5  # how often deadlines of waiting requests are looked at while nothing runs
-
-
-@dataclass
-class WorkerStats:
-    """What the worker has done, and what it is doing."""
-
-    waiting: int = 0
-    running: int = 0
-    answered: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    timed_out: int = 0
 
 
 class Worker:
@@ -75,7 +68,7 @@ class Worker:
         self._wake = threading.Condition()
         self._closing = False  # nothing new is taken
         self._stopping = False  # running requests are given up
-        self._stats = WorkerStats()
+        self._stats = WorkerBody(**dict.fromkeys(WorkerBody.model_fields, 0))
         self._answer_s = 1.0  # running mean of how long an answer takes
         self._thread = threading.Thread(target=self._run, name="kvboost-worker", daemon=True)
         self._thread.start()
@@ -120,12 +113,15 @@ class Worker:
             own = self._queue.waiting(tenant)
             self._stats.refused += 1
             is_own = own >= self._queue.share
-            raise QueueFullError(own if is_own else len(self._queue), self._retry_after_s(), own=is_own)
+            at_once = self.scheduler.max_sequences if self.scheduler is not None else 1
+            retry_after_s = max(1, min(60, round(self._answer_s * len(self._queue) / at_once)))
+            raise QueueFullError(own if is_own else len(self._queue), retry_after_s, own=is_own)
 
     def _may_wait(self, tenant: str) -> bool:
         """Whether a tenant may queue a request; of several tenants, one that has none waiting always may."""
         own = self._queue.waiting(tenant)
-        return own < self._queue.share and (not self._queue.is_full or (self._has_tenants and not own))
+        has_room = len(self._queue) < self._queue.limit or (self._has_tenants and not own)
+        return own < self._queue.share and has_room
 
     @property
     def tenants(self) -> set[str]:
@@ -150,12 +146,11 @@ class Worker:
         return future
 
     @property
-    def stats(self) -> WorkerStats:
+    def stats(self) -> WorkerBody:
         """Counts at this moment."""
         with self._wake:
-            return WorkerStats(
-                **{**vars(self._stats), "waiting": len(self._queue), "running": len(self._running)}
-            )
+            now = {"waiting": len(self._queue), "running": len(self._running)}
+            return self._stats.model_copy(update=now)
 
     @property
     def is_alive(self) -> bool:
@@ -174,10 +169,6 @@ class Worker:
                     ticket.cancel()  # the only thing that one that runs alone looks at
                 self._wake.notify()
             self._thread.join()
-
-    def _retry_after_s(self) -> int:
-        at_once = self.scheduler.max_sequences if self.scheduler is not None else 1
-        return max(1, min(60, round(self._answer_s * len(self._queue) / at_once)))
 
     # --- the thread --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""/v1/cache/...: what is cached, what would be reused, and changing it.
+"""The routes beside completions: /v1/cache/..., the model's name, health, metrics, and the page's files.
 
 Lookups run in threads beside the model; what must not happen during a step runs in the worker's thread.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from mimetypes import guess_type
+from pathlib import Path
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
@@ -22,28 +25,38 @@ from kvboost.server.answers import (
     ClearBody,
     ExplainBody,
     ExplainedSpanBody,
+    ModelBody,
+    ModelList,
     PinBody,
+    Status,
     Usage,
     WarmBody,
 )
-from kvboost.server.auth import Caller
-from kvboost.server.bodies import described, parse, read_body
-from kvboost.server.connection import unless_gone
-from kvboost.server.dependencies import Admin, AnyCaller, TheNote, TheService
-from kvboost.server.errors import as_api_error
-from kvboost.server.readers import Reading
+from kvboost.server.asgi import TheNote, unless_gone
+from kvboost.server.auth import Admin, AnyCaller, Caller
+from kvboost.server.errors import ApiError, as_api_error
+from kvboost.server.readers import Reading, described, parse
 from kvboost.server.schemas import CacheRequest, ExplainRequest
-from kvboost.server.service import Service, told_reason
-from kvboost.server.ticket import Ticket
+from kvboost.server.service import Service, TheService, told_reason
+from kvboost.server.tickets import Ticket
 
 T = TypeVar("T")
 B = TypeVar("B", bound=CacheRequest)
-router = APIRouter(prefix="/v1/cache", tags=["cache"])
+cache_router = APIRouter(prefix="/v1/cache", tags=["cache"])
+router = APIRouter(tags=["server"])
 _MAX_CHUNKS_SHOWN = 1000
 _PROMPT = described(CacheRequest)
+PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
-@router.get("/stats", summary="Numbers of the server and its cache", response_model_exclude_unset=True)
+@cache_router.get("/stats", summary="Numbers of the server and its cache", response_model_exclude_unset=True)
 async def stats(
     service: TheService,
     admin: Admin,
@@ -52,7 +65,7 @@ async def stats(
     return await service.look(partial(service.stats, chunks, admin.is_admin))
 
 
-@router.post("/warm", summary="Read a prompt once, and keep it", openapi_extra=_PROMPT)
+@cache_router.post("/warm", summary="Read a prompt once, and keep it", openapi_extra=_PROMPT)
 async def warm(request: Request, service: TheService, caller: AnyCaller, note: TheNote) -> WarmBody:
     service.check_ready()
     started = time.perf_counter()
@@ -89,7 +102,7 @@ async def _through(ticket: Ticket) -> None:
         ticket.cancel()
 
 
-@router.post(
+@cache_router.post(
     "/explain",
     summary="What would be reused of a prompt, and why",
     openapi_extra=described(ExplainRequest),
@@ -103,15 +116,8 @@ async def explain(request: Request, service: TheService, caller: AnyCaller) -> E
             prompt_tokens=found.prompt_tokens,
             cached_tokens=found.cached_tokens,
             choice=found.choice,
-            spans=[
-                ExplainedSpanBody(
-                    start=span.start,
-                    end=span.end,
-                    origin=span.origin,
-                    reason=told_reason(span.reason, caller),
-                    donor=span.donor,
-                    text=span.text,
-                )
+            spans=[  # of a span, the body takes what it has fields for
+                ExplainedSpanBody(**{**vars(span), "reason": told_reason(span.reason, caller)})
                 for span in found.spans
             ],
         )
@@ -119,12 +125,12 @@ async def explain(request: Request, service: TheService, caller: AnyCaller) -> E
     return await _with_prompt(request, service, caller, look_up, ExplainRequest)
 
 
-@router.post("/pin", summary="Keep what is stored of a prompt from eviction", openapi_extra=_PROMPT)
+@cache_router.post("/pin", summary="Keep what is stored of a prompt from eviction", openapi_extra=_PROMPT)
 async def pin(request: Request, service: TheService, admin: Admin) -> PinBody:
     return await _change_pin(request, service, admin, service.engine.pin)
 
 
-@router.post("/unpin", summary="Take a pin back", openapi_extra=_PROMPT)
+@cache_router.post("/unpin", summary="Take a pin back", openapi_extra=_PROMPT)
 async def unpin(request: Request, service: TheService, admin: Admin) -> PinBody:
     return await _change_pin(request, service, admin, service.engine.unpin)
 
@@ -143,7 +149,7 @@ async def _change_pin(
     return await _with_prompt(request, service, admin, changed)
 
 
-@router.post("/clear", summary="Forget all cached text that is not pinned")
+@cache_router.post("/clear", summary="Forget all cached text that is not pinned")
 async def clear(service: TheService, caller: AnyCaller) -> ClearBody:
     service.gate.check_clear(caller)
     service.check_ready()
@@ -165,16 +171,71 @@ async def _with_prompt(
     kind: type[B] = CacheRequest,  # type: ignore[assignment]  # a default for a type variable
 ) -> T:
     """Read a body with a prompt, and do `work` with it and its salt, in a thread."""
-    settings = service.settings
-    with service.readers.reading(caller.name, settings.read_timeout_s) as reading:
-        raw = await read_body(request, settings.max_request_bytes, reading)
 
-        def parsed() -> T:
-            body = parse(kind, raw, settings.max_messages)
-            salt = service.salt_of(caller, body.cache_salt, body.key_salt)
-            try:
-                return work(body, salt, reading)
-            except InvalidRequestError as error:
-                raise as_api_error(error, body.prompt_field) from error
+    def parsed(raw: bytes, reading: Reading) -> T:
+        body = parse(kind, raw, service.settings.max_messages)
+        salt = service.salt_of(caller, body.cache_salt, body.key_salt)
+        try:
+            return work(body, salt, reading)
+        except InvalidRequestError as error:
+            raise as_api_error(error, body.prompt_field) from error
 
-        return await unless_gone(request.receive, reading.run(parsed))
+    return await service.read(request, caller, parsed)
+
+
+# --- the smaller ones ------------------------------------------------------------------------
+
+
+def _model_body(service: Service, name: str) -> ModelBody:
+    return ModelBody(id=name, object="model", created=service.created, owned_by="kvboost")
+
+
+@router.get("/v1/models", summary="The model that is served")
+async def models(service: TheService, _caller: AnyCaller) -> ModelList:
+    return ModelList(object="list", data=[_model_body(service, service.settings.model_name)])
+
+
+@router.get("/v1/models/{name:path}", summary="The model, by name")
+async def model(service: TheService, _caller: AnyCaller, name: str) -> ModelBody:
+    service.check_model(name)
+    return _model_body(service, name)
+
+
+@router.get("/health", summary="The process lives")
+async def health() -> Status:
+    return Status(status="ok")
+
+
+@router.get("/ready", summary="The server takes requests")
+async def ready(service: TheService) -> Status:
+    service.check_ready()
+    return Status(status="ready")
+
+
+@router.get(
+    "/metrics",
+    summary="Numbers for Prometheus",
+    response_class=Response,
+    responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}},
+)
+async def metrics(service: TheService, _admin: Admin) -> Response:
+    return Response(await service.look(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    return await page_file("index.html")
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
+    found = _page_files().get(name)
+    if found is None:
+        raise ApiError(404, "the page has no such file", code="not_found")
+    return Response(found, media_type=guess_type(name)[0] or "text/plain", headers=PAGE_HEADERS)
+
+
+@lru_cache(maxsize=1)
+def _page_files() -> dict[str, bytes]:
+    """The page's files, which are small. Kept in memory, so that no request waits for a disk or a thread."""
+    return {path.name: path.read_bytes() for path in PAGE.glob("*") if path.is_file()}
