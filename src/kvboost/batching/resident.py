@@ -17,9 +17,7 @@ from kvboost.batching.scheduler import Scheduler
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout
 from kvboost.locks import fork_safe_lock
-from kvboost.models import GenerationResult
 from kvboost.parts.engine_parts import EngineParts
-from kvboost.requests.request import Request
 
 _TOKENS = 65_536  # of prompts and of long answers
 _SEQUENCES = 64
@@ -118,50 +116,3 @@ class ResidentBatch:
         """Free its memory, now or as soon as it is given back."""
         with self._lock:
             self._is_stale, self._scheduler = self._is_lent, None
-
-
-class OneRequest:
-    """Hears of one request in a scheduler, and hands its tokens to the request's streamer."""
-
-    def __init__(self, request: Request) -> None:
-        self._streamer = request.options.call_options.get("streamer")
-        self.result: GenerationResult | None = None
-        self.error: Exception | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.result is not None or self.error is not None
-
-    def begin(self, request: Request) -> None:
-        """As `generate` does, the streamer is given the prompt first."""
-        if self._streamer is not None:
-            self._streamer.put(torch.from_numpy(request.token_ids).unsqueeze(0))
-
-    def token(self, token_id: int) -> None:
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor([token_id]))
-
-    def done(self, result: GenerationResult) -> None:
-        self.result = result
-        if self._streamer is not None:
-            self._streamer.end()
-
-    def failed(self, error: Exception) -> None:
-        self.error = error
-
-
-def answer_one(scheduler: Scheduler, request: Request) -> GenerationResult:
-    """Run one request, for which the model was read, to its end, or to where it is cancelled."""
-    heard = OneRequest(request)
-    heard.begin(request)
-    sequence = scheduler.join(request, heard, was_read=True)
-    scheduler.step(was_read=True)
-    while not heard.is_over:
-        if request.watch.cancelled.is_set() and sequence.has_spoken:
-            scheduler.leave(sequence)
-        else:
-            scheduler.step()
-    if heard.error is not None:
-        raise heard.error
-    assert heard.result is not None
-    return heard.result

@@ -13,8 +13,9 @@ from typing import Any
 from kvboost.batching import batch_memory, many
 from kvboost.batching.batch_memory import BatchMemory
 from kvboost.batching.many import ManyRunner, Outcome
-from kvboost.batching.resident import ResidentBatch, answer_one
+from kvboost.batching.resident import ResidentBatch
 from kvboost.batching.scheduler import Scheduler
+from kvboost.batching.single import answer_one
 from kvboost.choices import GenerationMode, Origin
 from kvboost.executor.alone import AloneRunner
 from kvboost.executor.own_loop import OwnLoop
@@ -69,18 +70,8 @@ class EngineCore:
 
     def serve(self, request: Request) -> GenerationResult:
         """Answer one request: in the engine's own batch where there is one and it may, else alone."""
-        if not self.resident.exists or self.parts.why_alone(request):
-            return self.alone.serve(request)
-        self.parts.fit.begin([request])
-        scheduler = None if self.parts.why_alone(request) else self.resident.take(restarts=False)
-        if scheduler is None:
-            return self.alone.serve(request)
-        try:
-            if scheduler.needed(request) <= scheduler.max_tokens:
-                return answer_one(scheduler, request)
-        finally:
-            self.resident.give_back(scheduler)
-        return self.alone.serve(request)
+        result = answer_one(self.parts, self.resident, request) if self.resident.exists else None
+        return result if result is not None else self.alone.serve(request)
 
     def outcomes(
         self,
@@ -126,14 +117,13 @@ class EngineCore:
         It holds at most `max_sequences` requests (default 32, on a GPU 64) and the KV of `max_tokens`
         tokens (default 65,536, or what a quarter of the free memory holds).
         """
-        parts = self.parts
+        layout, lane = self.parts.layout, batch_memory.LANE_TOKENS
         if max_sequences is None:
-            max_sequences = _MAX_SEQUENCES.get(parts.layout.slabs[0].device.type, _MAX_SEQUENCES["cpu"])
+            max_sequences = _MAX_SEQUENCES.get(layout.slabs[0].device.type, _MAX_SEQUENCES["cpu"])
         if max_tokens is None:
-            max_tokens = min(_RUNNING_BATCH_TOKENS, many.default_batch_tokens(parts.layout))
-        lane = batch_memory.LANE_TOKENS
-        arena = Arena(parts.layout, max_sequences * lane + max_tokens + 1)  # one for captured steps
-        scheduler = Scheduler(parts, BatchMemory(arena, max_sequences, max_tokens, lane))
+            max_tokens = min(_RUNNING_BATCH_TOKENS, many.default_batch_tokens(layout))
+        arena = Arena(layout, max_sequences * lane + max_tokens + 1)  # one for captured steps
+        scheduler = Scheduler(self.parts, BatchMemory(arena, max_sequences, max_tokens, lane))
         scheduler.capture(Size.all(max_sequences))
         return scheduler
 
