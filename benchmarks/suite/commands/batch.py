@@ -18,6 +18,7 @@ _COUNT = click.IntRange(min=1)
 COMPARED = ("max_chunks",)
 NAMES = {
     "hugging_face": "Hugging Face, padded batch",
+    "continuous": "  its continuous batching",
     "expanded": "prefix copied for every row",
     "one_by_one": "kvboost, one by one",
     "batch": "kvboost, together",
@@ -29,6 +30,7 @@ NAMES = {
 @click.option(
     "--batch", type=_COUNT, default=8, show_default=True, help="Prompts that are answered together."
 )
+@click.option("--prefixes", type=_COUNT, default=1, show_default=True, help="Beginnings that are shared.")
 @click.option("--prefix-tokens", type=_COUNT, default=2_000, show_default=True, help="Shared beginning.")
 @click.option(
     "--shortest-tail", type=_COUNT, default=5, show_default=True, help="Tokens behind it, at least."
@@ -51,6 +53,7 @@ NAMES = {
 @engine_options
 def batch(
     batch: int,
+    prefixes: int,
     prefix_tokens: int,
     shortest_tail: int,
     longest_tail: int,
@@ -75,10 +78,13 @@ def batch(
     """
     from benchmarks.suite.batch import BatchSettings, run
 
+    if prefixes > batch:
+        raise click.UsageError("--prefixes must be at most --batch")
     if shortest_tail > longest_tail:
         raise click.UsageError("--shortest-tail must be at most --longest-tail")
     settings = BatchSettings(
         batch,
+        prefixes,
         prefix_tokens,
         shortest_tail,
         longest_tail,

@@ -27,6 +27,7 @@ from kvboost.bench.record import head_of, pair_ratios, spread
 from kvboost.bench.text import TextSource
 from kvboost.engine import InferenceEngine
 
+_WARM_UPS = {False: 1, True: 3}  # on a CPU and on a GPU: there steps are captured when they come again
 Tell = Callable[[str], None]
 Rounds = dict[str, dict[int, TimedAnswer]]  # contestant -> round -> what it did
 
@@ -79,7 +80,8 @@ def _measure_length(
         KVBoostCopied(engine, prefix),
     ]
     for contestant in contestants[1:]:  # the first answer at a new length pays for fresh memory
-        _take_turn(contestant, prefix + text.fresh(settings.tail_tokens), 2)
+        for _ in range(_WARM_UPS[engine.model.device.type == "cuda"]):
+            _take_turn(contestant, prefix + text.fresh(settings.tail_tokens), 4)
     plain_at = spread_rounds(settings.plain_rounds, settings.rounds)
     done: Rounds = {contestant.name: {} for contestant in contestants}
     for number in range(settings.rounds):
