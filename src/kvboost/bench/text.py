@@ -19,21 +19,29 @@ class TextSource:
             tokenizer(plain_text(), add_special_tokens=False, verbose=False)["input_ids"]
         )
         self._next = prefix_tokens
-        self._first_tokens = {self._ids[0]}
+        self._of_prefixes = {self._ids[0]}  # no piece begins with these
+        self._first_tokens = set(self._of_prefixes)
         self._check(prefix_tokens)
 
     def prefix(self, tokens: int) -> list[int]:
         """The first `tokens` ids; no fresh piece will begin with the id that follows them."""
+        self._of_prefixes.add(self._ids[tokens])
         self._first_tokens.add(self._ids[tokens])
         return self._ids[:tokens]
 
     def fresh(self, tokens: int) -> list[int]:
         """A piece of `tokens` ids that begins with an id no other piece begins with.
 
-        So two pieces behind the same prefix have nothing in common, and neither can serve the other.
+        So two pieces behind the same prefix have nothing in common, and neither can serve the other. Where
+        the text has no more such ids (bytes as tokens), ids come again, and pieces may share a token or two.
         """
-        while self._next < len(self._ids) and self._ids[self._next] in self._first_tokens:
-            self._next += 1
+        at = self._next
+        while at < len(self._ids) and self._ids[at] in self._first_tokens:
+            at += 1
+        if at + tokens >= len(self._ids):
+            self._first_tokens = set(self._of_prefixes)
+            at = self._next
+        self._next = at
         start, self._next = self._next, self._next + tokens
         self._check(self._next)
         self._first_tokens.add(self._ids[start])
