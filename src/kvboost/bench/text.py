@@ -11,6 +11,9 @@ from kvboost.errors import InvalidRequestError
 from kvboost.proof.documents import plain_text
 
 
+_LOOK_AHEAD = 2_048  # tokens
+
+
 class TextSource:
     """Token ids of one long text; pieces are taken from behind its first `prefix_tokens`."""
 
@@ -35,14 +38,12 @@ class TextSource:
         So two pieces behind the same prefix have nothing in common, and neither can serve the other. Where
         the text has no more such ids (bytes as tokens), ids come again, and pieces may share a token or two.
         """
-        at = self._next
-        while at < len(self._ids) and self._ids[at] in self._first_tokens:
-            at += 1
-        if at + tokens >= len(self._ids):
+        ahead = range(self._next, min(self._next + _LOOK_AHEAD, len(self._ids)))
+        start = next((at for at in ahead if self._ids[at] not in self._first_tokens), None)
+        if start is None:
             self._first_tokens = set(self._of_prefixes)
-            at = self._next
-        self._next = at
-        start, self._next = self._next, self._next + tokens
+            start = next((at for at in ahead if self._ids[at] not in self._first_tokens), self._next)
+        self._next = start + tokens
         self._check(self._next)
         self._first_tokens.add(self._ids[start])
         return self._ids[start : start + tokens]
