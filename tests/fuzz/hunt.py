@@ -35,10 +35,15 @@ def hunt(
     kinds: Iterable[str] = KINDS,
     groups: frozenset[str] = GROUPS,
     tally: Tally | None = None,
+    resident: bool = False,
 ) -> Tally:
-    """One round with the seed `number`; raises FuzzError with the shortest steps that fail."""
+    """One round with the seed `number`; raises FuzzError with the shortest steps that fail.
+
+    With `resident`, single requests run in the engine's own batch, as they do on a GPU.
+    """
     counted = Tally() if tally is None else tally
-    own = {"groups": groups, "kinds": tuple(kinds), "tally": counted, "__module__": __name__}
+    own = {"groups": groups, "kinds": tuple(kinds), "tally": counted, "resident": resident}
+    own["__module__"] = __name__
     machine: type[Machine] = type("Fuzz", (Machine,), own)
     with warnings.catch_warnings():
         # transformers about options of the caller's that do not fit together, and which it then follows

@@ -240,6 +240,7 @@ class Machine(RuleBasedStateMachine):
 
     groups: ClassVar[frozenset[str]] = GROUPS
     kinds: ClassVar[tuple[str, ...]] = KINDS
+    resident: ClassVar[bool] = False  # single requests run in the engine's own batch, as they do on a GPU
     tally: ClassVar[Tally] = Tally()
 
     def __init__(self) -> None:
@@ -296,6 +297,8 @@ class Machine(RuleBasedStateMachine):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="PeftModel is not among the tested")
             engine = KVBoost(model, self.tokenizer, **usable)
+        if self.resident:
+            engine.core.resident.exists = True
         self.engines.append(Opened(engine, options, self.subject.dtype))
 
     def _pick(self, which: int) -> Opened:

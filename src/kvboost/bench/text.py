@@ -10,7 +10,6 @@ from typing import Any
 from kvboost.errors import InvalidRequestError
 from kvboost.proof.documents import plain_text
 
-
 _LOOK_AHEAD = 2_048  # tokens
 
 

@@ -183,7 +183,7 @@ class Worker:
     def _take_turns(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(self._has_work, timeout=_IDLE_S)
+                is_idle = not self._wake.wait_for(self._has_work, timeout=_IDLE_S)
                 if self._is_through():
                     break
                 calls = list(self._calls)
@@ -192,6 +192,8 @@ class Worker:
                 _call(function, future)
             try:
                 self._turn()
+                if is_idle and self.scheduler is not None:
+                    self.scheduler.capture()
             except Exception as error:  # whatever it was, later requests must be served
                 _log.exception("requests failed together")
                 self._fail_all(error)
