@@ -37,7 +37,7 @@ from kvboost.server.worker import Worker
 from tests.checked_requests import read_request
 from tests.fuzz import reference
 from tests.fuzz.reference import Stock, Tally
-from tests.fuzz.subject import CHANGES, FACTORS, KINDS, TARGETS, Subject, ambient, build
+from tests.fuzz.subject import CHANGES, FACTORS, KINDS, TARGETS, Subject, ambient, build, is_autocast
 from tests.tiny_models import random_ids, tiny_tokenizer
 
 REQUESTS = (
@@ -833,7 +833,7 @@ class Machine(RuleBasedStateMachine):
             self._check_joined(opened)
 
     @needs("scheduler")
-    @precondition(lambda _: not torch.is_autocast_enabled("cpu"))
+    @precondition(lambda _: not is_autocast())
     @step(
         which=WHICH,
         several=st.lists(asks(), min_size=1, max_size=4),
@@ -842,7 +842,7 @@ class Machine(RuleBasedStateMachine):
     )
     def serve(self, which: int, several: list[Ask], new_tokens: int, repaired: int) -> None:
         """All at once through a server's worker; the first `repaired` of them may reuse moved text."""
-        if torch.is_autocast_enabled("cpu"):
+        if is_autocast():
             return
         opened = self._pick(which)
         engine = opened.engine
@@ -946,7 +946,7 @@ class Machine(RuleBasedStateMachine):
     # --- at once -------------------------------------------------------------------------------
 
     @needs("concurrent")
-    @precondition(lambda _: not torch.is_autocast_enabled("cpu"))
+    @precondition(lambda _: not is_autocast())
     @step(
         which=st.lists(WHICH, min_size=2, max_size=2),
         several=st.lists(asks(("ids", "more", "text")), min_size=2, max_size=2),
@@ -955,7 +955,7 @@ class Machine(RuleBasedStateMachine):
     )
     def concurrent(self, which: list[int], several: list[Ask], new_tokens: int, with_sibling: bool) -> None:
         """Two threads at once, on one model or on two that share their config."""
-        if torch.is_autocast_enabled("cpu"):
+        if is_autocast():
             return
         pairs = [self._pick(each) for each in which]
         if with_sibling and not self.subject.is_foreign:

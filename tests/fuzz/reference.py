@@ -55,9 +55,14 @@ class Stock:
     error: Exception | None = None
 
 
+def device_of(model: Any) -> torch.device:
+    device: torch.device = model.get_input_embeddings().weight.device
+    return device
+
+
 def generate(model: Any, ids: list[int], new_tokens: int, **options: Any) -> Any:
     """The model's own greedy `generate`, with its own generation config and what is ambient."""
-    input_ids = torch.tensor([ids])
+    input_ids = torch.tensor([ids], device=device_of(model))
     return model.generate(
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
@@ -110,7 +115,7 @@ def tolerance(model: Any, logits: torch.Tensor) -> float:
 def is_coarse(model: Any) -> bool:
     """Whether the model computes in bfloat16 somewhere."""
     low = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
-    return low or torch.is_autocast_enabled("cpu")
+    return low or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
 def _is_beam_tie(
@@ -126,12 +131,17 @@ def _is_beam_tie(
 def next_logits(model: Any, ids: list[int]) -> torch.Tensor:
     """Logits `[vocab]` of the token behind `ids`, by one plain forward."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+        return (
+            model(input_ids=torch.tensor([ids], device=device_of(model)), use_cache=False)
+            .logits[0, -1]
+            .float()
+        )
 
 
 def log_likelihoods(model: Any, prompt: list[int], continuation: list[int]) -> list[float]:
     """Of each token of `continuation` behind `prompt`, by one plain forward."""
     with torch.no_grad():
-        ids = torch.tensor([(prompt + continuation)[:-1]])
+        ids = torch.tensor([(prompt + continuation)[:-1]], device=device_of(model))
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
-    return logits.log_softmax(-1).gather(-1, torch.tensor(continuation)[:, None])[:, 0].tolist()
+    chosen = torch.tensor(continuation, device=logits.device)[:, None]
+    return logits.log_softmax(-1).gather(-1, chosen)[:, 0].tolist()

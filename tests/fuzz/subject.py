@@ -63,6 +63,13 @@ CONFIG_FIELDS: tuple[tuple[str, Any], ...] = (
 Way = Callable[["Subject", str, float], None]
 
 
+DEVICE = "cpu"  # where models are made
+
+
+def is_autocast() -> bool:
+    return torch.is_autocast_enabled(DEVICE)
+
+
 def build(kind: str, seed: int = 0) -> Any:
     """A tiny model whose answers depend on all that it reads, with special tokens among them and dropout."""
     changes: dict[str, Any] = {"num_hidden_layers": 2, "attention_dropout": 0.3}
@@ -78,7 +85,7 @@ def build(kind: str, seed: int = 0) -> Any:
         head = model.get_output_embeddings().weight
         head[[0, 1, 3, 4, 5]] *= 2.0
         head[2] *= 1.3
-    return model
+    return model.to(DEVICE)
 
 
 class Subject:
@@ -111,7 +118,7 @@ class Subject:
     @property
     def is_foreign(self) -> bool:
         """Whether it computes in a way that is in no weight: nothing may be read or stored then."""
-        return torch.is_autocast_enabled("cpu") or bool(self.hooks or self.forwards) or self.is_random
+        return is_autocast() or bool(self.hooks or self.forwards) or self.is_random
 
     @property
     def is_altered(self) -> bool:
@@ -215,7 +222,7 @@ class Subject:
             "ambient": (
                 torch.is_grad_enabled(),
                 torch.is_inference_mode_enabled(),
-                torch.is_autocast_enabled("cpu"),
+                is_autocast(),
                 torch.get_num_threads(),
                 torch.get_default_dtype(),
             ),
@@ -504,7 +511,7 @@ def _train(pick: Callable[[Subject], torch.nn.Module], *, training: bool = True)
 
 def _autocast(subject: Subject, target: str, factor: float) -> None:  # noqa: ARG001
     if not subject.is_autocast:
-        subject.ambient.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        subject.ambient.enter_context(torch.autocast(DEVICE, dtype=torch.bfloat16))
         subject.is_autocast = True
 
 
@@ -662,7 +669,7 @@ def ambient(name: str) -> Iterator[None]:
         "": contextlib.nullcontext,
         "inference_mode": torch.inference_mode,
         "no_grad": torch.no_grad,
-        "autocast": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+        "autocast": lambda: torch.autocast(DEVICE, dtype=torch.bfloat16),
     }
     with contexts[name]():
         yield
