@@ -230,3 +230,107 @@ def test_long_prompts_and_scores_that_do_not_fit(engine: KVBoost, monkeypatch: p
     scored = engine.score([long[1]], [random_ids(300, seed=5)])
     alone = engine.score([long[1]], [random_ids(300, seed=5)], mode="baseline")
     assert scored[0].log_likelihood == pytest.approx(alone[0].log_likelihood, rel=1e-4)
+
+
+def change(engine: KVBoost, factor: float) -> None:
+    with torch.no_grad():
+        engine.model.model.layers[0].mlp.down_proj.weight.mul_(factor)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 3])
+def test_a_model_that_changes_behind_its_reading(new_tokens: int, engine: KVBoost) -> None:
+    """The text that was computed then is of nobody knows which model: it must not be found again."""
+    prompt = random_ids(60, seed=3)
+
+    class Changing(Streamer):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.heard) == 1:  # the prompt: the model was read, its forward is still to come
+                change(engine, -2.0)
+
+    engine.generate(prompt, new_tokens, mode="prefix_cache", streamer=Changing())
+    change(engine, -0.5)
+    longer = [*prompt, *random_ids(6, seed=4)]
+    want = engine.generate(longer, 8, mode="baseline").token_ids
+    assert engine.generate(longer, 8, mode="prefix_cache").token_ids == want
+
+
+def test_who_hears_of_tokens_may_use_the_engine(engine: KVBoost) -> None:
+    """What is read and stored there is of the model as it is then."""
+    first, second = random_ids(60, seed=5), random_ids(60, seed=6)
+
+    class Using(Streamer):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.heard) == 3:
+                engine.warm(first)
+                change(engine, -2.0)
+                engine.warm(second)
+
+    engine.generate(random_ids(40, seed=7), 6, mode="prefix_cache", streamer=Using())
+    for known in (first, second):
+        longer = [*known, *random_ids(6, seed=4)]
+        want = engine.generate(longer, 8, mode="baseline").token_ids
+        assert engine.generate(longer, 8, mode="prefix_cache").token_ids == want
+
+
+def test_an_abandoned_stream_is_cleaned_up_by_the_next(engine: KVBoost) -> None:
+    prompts = [[*random_ids(60, seed=8), *random_ids(5, seed=number)] for number in range(3)]
+    wants = [engine.generate(prompt, 20, mode="baseline").token_ids for prompt in prompts]
+    taken = engine.stream_many(prompts, 20, mode="prefix_cache")
+    next(taken)
+    del taken
+    before = forwards(engine)
+    assert engine.generate(prompts[2], 20, mode="prefix_cache").token_ids == wants[2]
+    assert forwards(engine) > before
+
+
+def test_an_abandoned_stream_takes_no_lock(engine: KVBoost) -> None:
+    """It may be collected as garbage while its thread holds any lock of ours."""
+    taken = engine.stream_many([random_ids(60, seed=8), random_ids(50, seed=9)], 30, mode="prefix_cache")
+    running = threading.Event()
+
+    def use() -> None:
+        for _ in taken:
+            break
+        with engine.core.resident._lock:
+            taken.close()  # type: ignore[attr-defined]
+        running.set()
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    assert running.wait(30)
+
+
+def test_a_split_node_is_found_again(engine: KVBoost) -> None:
+    shared = random_ids(64, seed=1)
+    first, second = ([*shared, *random_ids(64, seed=number)] for number in (2, 3))
+    for prompt in (first, second):
+        engine.generate(prompt, 2, mode="prefix_cache")
+    tree = engine.core.resident._scheduler.radix_tree  # type: ignore[union-attr]
+    for prompt in (first, second):
+        assert engine.generate(prompt, 2, mode="prefix_cache").cached_tokens == 127
+    assert tree.tokens <= 64 + 2 * 64
+
+
+def test_a_capture_that_fails_loses_no_answer(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = random_ids(40, seed=8)
+    want = engine.generate(prompt, 7, mode="baseline").token_ids
+
+    def failing(_self: Scheduler, _sizes: Any = None) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(Scheduler, "capture", failing)
+    for _ in range(3):
+        assert engine.generate(prompt, 7, mode="prefix_cache").token_ids == want
+
+
+def test_a_step_that_fails_runs_alone(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = random_ids(40, seed=8)
+    want = engine.generate(prompt, 7, mode="baseline").token_ids
+
+    def out_of_memory(*_args: Any) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(PackedModel, "_eager", out_of_memory)
+    assert engine.generate(prompt, 7, mode="prefix_cache").token_ids == want

@@ -26,6 +26,7 @@ from kvboost.batching.scores import Scores
 from kvboost.batching.sequence import ModelChangedError
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError, PartialResultsError
+from kvboost.identity.model_state import ModelState
 from kvboost.kv.layout import KVLayout
 from kvboost.models import GenerationResult
 from kvboost.parts.engine_parts import EngineParts
@@ -184,8 +185,13 @@ class ManyRunner:
         if max_batch_tokens is None and (resident := self._resident.take(restarts=True)) is not None:
             try:
                 yield from self._run_resident(resident, jobs)
-            finally:  # whoever takes the answers may stop at any time
+            except GeneratorExit:  # whoever takes the answers has stopped, or is garbage that is collected
+                self._resident.abandon()
+                raise
+            except BaseException:
                 self._resident.give_back(resident)
+                raise
+            self._resident.give_back(resident)
             return
         most_tokens = max_batch_tokens or default_batch_tokens(self._parts.layout)
         size = Size.of(jobs, most_tokens)
@@ -248,15 +254,15 @@ def _driven(scheduler: Scheduler, waiting: deque[Job[Result]]) -> Iterator[Job[R
     running: list[Job[Result]] = []
     has_left = True  # otherwise there is no more room than before
     while waiting or running:
-        was_read = False  # for those that join together, the model's state is read once
+        state: ModelState | None = None  # for those that join together, it is read once
         while waiting and has_left and scheduler.has_room(waiting[0].request, in_tree=waiting[0].in_tree):
             job = waiting.popleft()
-            if _joins(scheduler, job, was_read=was_read):
+            if _joins(scheduler, job, state):
                 running.append(job)
-                was_read = True
+                state = scheduler.state
             else:
                 yield job
-                was_read = False
+                state = None
         if not running:
             if waiting:
                 yield waiting.popleft()
@@ -275,11 +281,11 @@ def _result_or_error(alone: Callable[[Any], Result], request: Request) -> Result
         return error
 
 
-def _joins(scheduler: Scheduler, job: Job[Any], *, was_read: bool) -> bool:
+def _joins(scheduler: Scheduler, job: Job[Any], state: ModelState | None) -> bool:
     """Have a job join; where that fails, whoever runs it alone hears why."""
     try:
         scores = job.add_logits if job.scores else None
-        scheduler.join(job.request, job, scores=scores, in_tree=job.in_tree, was_read=was_read)
+        scheduler.join(job.request, job, scores=scores, in_tree=job.in_tree, state=state)
     except Exception:  # no room after all, a processor that cannot be made, a model that has changed
         return False
     return True

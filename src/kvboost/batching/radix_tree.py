@@ -31,7 +31,6 @@ class Node:
         self, tokens: np.ndarray, segment: Segment, parent: Node | None, *, is_private: bool = False
     ) -> None:
         self.tokens = tokens
-        self.first_token = int(tokens[0]) if len(tokens) else -1
         self.segment = segment
         self.parent = parent
         self.is_private = is_private
@@ -39,6 +38,10 @@ class Node:
         self.namespace_key = ""  # set on roots only
         self.users = 0  # sequences whose path goes through it
         self.last_used = 0
+
+    @property
+    def first_token(self) -> int:
+        return int(self.tokens[0]) if len(self.tokens) else -1
 
     @property
     def is_filled(self) -> bool:

@@ -7,6 +7,7 @@ that they serve.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvboost.kv.layout import KVLayout
 from kvboost.locks import fork_safe_lock
 from kvboost.parts.engine_parts import EngineParts
 
+_log = logging.getLogger(__name__)
 _TOKENS = 65_536  # of prompts and of long answers
 _SEQUENCES = 64
 _LANES_SHARE = 4  # lanes take at most this fraction of the slots
@@ -34,7 +36,9 @@ class ResidentBatch:
         self.exists = parts.layout.slabs[0].device.type == "cuda"  # whether this engine has one
         self._scheduler: Scheduler | None = None
         self._is_lent = False
-        self._is_stale = False
+        self._is_abandoned = False  # by whoever has it
+        self._is_stale = False  # its text is to be forgotten when it comes back
+        self._is_closed = False
         self._lock = fork_safe_lock(around_data=True)
 
     @property
@@ -56,22 +60,23 @@ class ResidentBatch:
         if not self.exists:
             return None
         with self._lock:
-            if self._is_lent:
+            if self._is_closed or (self._is_lent and not self._is_abandoned):
                 return None
+            was_abandoned, self._is_abandoned = self._is_abandoned, False
             self._is_lent = True
             scheduler = self._scheduler
+        if was_abandoned and scheduler is not None:
+            self._clean(scheduler)
+            return self.take(restarts=restarts)
         try:
-            if scheduler is None:
-                scheduler = self._made()
-        except BaseException:
-            self._is_lent = False
-            raise
-        if scheduler is None:
-            self._is_lent = False
-            return None
-        self._scheduler = scheduler
-        scheduler.restarts = restarts
-        return scheduler
+            scheduler = scheduler or self._made()
+        finally:
+            with self._lock:
+                self._is_lent = scheduler is not None and not self._is_closed
+                self._scheduler = scheduler if self._is_lent else None
+        if scheduler is not None:
+            scheduler.restarts = restarts
+        return self._scheduler
 
     def _made(self) -> Scheduler | None:
         layout = self._parts.layout
@@ -87,18 +92,35 @@ class ResidentBatch:
         memory = BatchMemory(arena, sequences, tokens, LANE_TOKENS)
         return Scheduler(self._parts, memory, offline=True)
 
+    def abandon(self) -> None:
+        """Its user is gone, wherever it was; whoever takes it next cleans up. Takes no lock, stores nothing.
+
+        Garbage is collected in any thread, whatever locks that holds.
+        """
+        self._is_abandoned = True
+
     def give_back(self, scheduler: Scheduler) -> None:
-        """Let others have it; nobody waits now, so this is when steps are captured."""
+        """Let others have it; nobody waits for a token now, so this is when steps are captured."""
+        try:
+            if scheduler.is_whole and not scheduler.sequences:
+                scheduler.capture()
+        except Exception:  # the answer is there: what fails here must not take it away
+            _log.exception("steps could not be captured")
+            scheduler.is_whole = False
+        finally:
+            self._clean(scheduler)
+
+    def _clean(self, scheduler: Scheduler) -> None:
+        """Have those that are left in it leave, and forget what is to be forgotten."""
         is_usable = False
         try:
             if scheduler.is_whole:
-                for sequence in scheduler.sequences:  # whoever took the answers stopped early
+                for sequence in scheduler.sequences:
                     scheduler.leave(sequence)
-                scheduler.capture()
                 is_usable = True
         finally:
             with self._lock:
-                if not is_usable:
+                if not is_usable or self._is_closed:
                     self._scheduler = None
                 elif self._is_stale:
                     scheduler.clear()
@@ -115,4 +137,4 @@ class ResidentBatch:
     def close(self) -> None:
         """Free its memory, now or as soon as it is given back."""
         with self._lock:
-            self._is_stale, self._scheduler = self._is_lent, None
+            self._is_closed, self._scheduler = True, None

@@ -33,18 +33,21 @@ from kvboost.batching.sequence import (
     TakeLogits,
     prefill_tokens,
 )
+from kvboost.batching.storing import SequenceStorer
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
+from kvboost.identity.model_state import ModelState
 from kvboost.parts.engine_parts import EngineParts
-from kvboost.requests.prepared import CHANGED_REASON, LENGTH_REASON
+from kvboost.parts.model_fit import Reading
+from kvboost.requests.prepared import CHANGED_REASON
 from kvboost.requests.request import Request
 from kvboost.reuse.plan import PlanPart, ReusePlan
 from kvboost.reuse.recorder import Answer
 from kvboost.reuse.repair import live_positions
 from kvboost.run import decode
-from kvboost.run.captured import Size
-from kvboost.run.packed_step import Extension, PackedModel, Segment, SequenceKV
+from kvboost.run.packed_step import Extension, PackedModel, Segment
 from kvboost.run.sampling import SequenceSampler, choose_tokens
+from kvboost.run.step_tables import Size
 
 
 @dataclass
@@ -77,6 +80,8 @@ class Scheduler:
         self._turns = Turns()
         self.counts = SchedulerCounts()
         self.packed = PackedModel(parts.model, memory.arena, memory.spare_slot)
+        self._storer = SequenceStorer(parts, memory)
+        self.state: ModelState | None = None  # of the model, as it was read last for this batch
 
     @property
     def sequences(self) -> abc.Sequence[Sequence]:
@@ -102,9 +107,15 @@ class Scheduler:
 
     def capture(self, sizes: list[Size] | None = None) -> None:
         """Capture the steps that were missed, or those of `sizes`; nobody should wait for a token now."""
-        if self.packed.captured is not None and not self._order:
-            with decode.running(self._parts.model, fast=True):
-                self.packed.captured.capture(self._parts.fit.state, sizes)
+        captured, watch = self.packed.captured, self._parts.fit.watch
+        if captured is None or self._order or not captured.missing(sizes):
+            return
+        with decode.running(self._parts.model, fast=True):
+            state = watch.read()
+            if not state.gated:
+                captured.capture(state, sizes)
+                if watch.read() != state:  # it changed meanwhile, and may change back
+                    captured.drop()
 
     # --- join --------------------------------------------------------------------------------
 
@@ -150,21 +161,31 @@ class Scheduler:
         tenant: str = "",
         scores: TakeLogits | None = None,
         in_tree: int | None = None,
-        was_read: bool = False,
+        state: ModelState | None = None,
     ) -> Sequence:
         """Take a request of `tenant` in; `answers=False` only computes its prompt, for later ones.
 
         What is stored of it is placed now, the rest is computed in the next steps. With `scores`, no tokens
         are chosen: it gets the logits. If no other can share more than the first `in_tree` tokens, the
-        others go into its lane, which must have room for them and the answer. `was_read` says that the
-        model's state was read for this request just now.
+        others go into its lane, which must have room for them and the answer. `state` is that of the model,
+        if it was read just now.
         """
-        if was_read:
-            request.namespace = self._parts.fit.as_read(request.namespace.salt)
-        else:
-            self._parts.fit.begin([request])
-        self._check_model()
-        sequence = Sequence(request, listener, answers=answers, tenant=tenant, scores=scores, in_tree=in_tree)
+        self.is_whole = False
+        try:
+            sequence = Sequence(
+                request, listener, answers=answers, tenant=tenant, scores=scores, in_tree=in_tree
+            )
+            return self._join(request, sequence, state)
+        except Exception:
+            self.is_whole = True  # what it took it has given back
+            raise
+
+    def _join(self, request: Request, sequence: Sequence, state: ModelState | None) -> Sequence:
+        fit = self._parts.fit
+        if state is not None:
+            request.namespace = fit.as_read(state, request.namespace.salt)
+        self.state = state or fit.begin([request])
+        self._check_model(self.state)
         if sequence.is_sampled:
             what = request.token_ids, request.options, request.index
             sequence.sampler = SequenceSampler(self._parts.model, self._parts.tokenizer, *what)
@@ -177,6 +198,7 @@ class Scheduler:
         self._order.append(sequence)
         self.counts.joined += 1
         self.counts.shared_tokens += sequence.in_place
+        self.is_whole = True
         return sequence
 
     def _enter(self, sequence: Sequence) -> None:
@@ -205,13 +227,13 @@ class Scheduler:
         if not plan.needs_repair:
             sequence.set_missing(live_positions(plan.runs, sequence.limit))
 
-    def _check_model(self) -> None:
-        """Where the model as it was just read is not that of the last step, empty the arena."""
+    def _check_model(self, state: ModelState) -> None:
+        """Where the model, as it was just read, is not that of the last step, empty the arena."""
         sequences = list(self.memory.sequences)
         if not sequences:
             return
         namespace = sequences[0].request.namespace
-        if namespace == self._parts.fit.as_read(namespace.salt):
+        if namespace == self._parts.fit.as_read(state, namespace.salt):
             return
         for sequence in sequences:
             if self.restarts:
@@ -224,22 +246,22 @@ class Scheduler:
 
     # --- step --------------------------------------------------------------------------------
 
-    def step(self, *, was_read: bool = False) -> None:
+    def step(self, state: ModelState | None = None) -> None:
         """One forward for all. Where it fails, so do all requests in it; those that join later do not.
 
-        `was_read` says that the model's state was read just now.
+        `state` is that of the model, if it was read just now.
         """
         self.is_whole = False
         try:
-            self._step(was_read)
+            self._step(state)
         except Exception as error:  # mostly OOM; the KV of the sequences in the step cannot be trusted
             self.fail_all(error)
         self.is_whole = True
 
-    def _step(self, was_read: bool) -> None:
-        if self.memory.sequences and not was_read:
-            self._parts.fit.read()
-            self._check_model()
+    def _step(self, state: ModelState | None) -> None:
+        if self.memory.sequences:
+            self.state = state or self._parts.fit.watch.read()
+            self._check_model(self.state)
         for sequence in [each for each in self._order if each.stock is not None]:
             self._step_outside(sequence)
         reading = self._choose_repair(self._turns.next(self._in_arena()))
@@ -251,6 +273,7 @@ class Scheduler:
     def _step_batch(self, reading: abc.Sequence[Sequence]) -> None:
         """One step of the sequences in the arena: prompts of `reading` and decode in one forward."""
         started, in_arena = time.perf_counter(), self.memory.sequences
+        namespace = in_arena[0].request.namespace
         decoding = sum(sequence.is_decoding for sequence in in_arena)
         budget = self._pace.budget(decoding, len(in_arena) - decoding)
         fills = fills_of(reading, budget)
@@ -266,16 +289,19 @@ class Scheduler:
         self.counts.steps += 1
         self.counts.decoded_tokens += len(speaking)
         self.counts.prefilled_tokens += prompt_tokens
-        with self._parts.fit.one_reading():  # what is stored now was computed by the same forward
-            for sequence in speaking:
-                sequence.is_decoding = True
-                self._deliver(sequence, failed.get(id(sequence)))
-            self._pace.record(time.perf_counter() - started, len(speaking), prompt_tokens)
-            for sequence in self._in_arena():
-                if not self._offline:
-                    self._store_prompt(sequence)
-                if not sequence.answers and sequence.unfilled is None:
-                    self.leave(sequence)
+        self._storer.reading = Reading()  # for all that is stored now: the same forward computed it
+        for sequence in speaking:
+            sequence.is_decoding = True
+            self._deliver(sequence, failed.get(id(sequence)))
+        self._pace.record(time.perf_counter() - started, len(speaking), prompt_tokens)
+        for sequence in self._in_arena():
+            if not self._offline:
+                self._storer.store_piece(sequence)
+            if not sequence.answers and sequence.unfilled is None:
+                self.leave(sequence)
+        if prompt_tokens and self._storer.has_changed(namespace):
+            self.clear()  # behind the reading before the forward: of which model this text is, nobody knows
+        self._storer.reading = None
 
     def _in_arena(self) -> list[Sequence]:
         """Sequences in the arena, in order of arrival."""
@@ -338,7 +364,7 @@ class Scheduler:
         parts.sort(key=lambda part: _prefix_key(part[0].segment))
         failed: dict[int, Exception] = {}
         with decode.running(self._parts.model, fast=True, was_read=True):
-            for forward in self.packed.extend([each for each, _ in parts], self._parts.fit.state):
+            for forward in self.packed.extend([each for each, _ in parts], self.state):
                 speaking: dict[int, Sequence] = {}  # by row
                 for number, first, row, count in forward.spans:
                     sequence = parts[number][1]
@@ -372,7 +398,7 @@ class Scheduler:
         result = request.result(decoded, sequence.spans, text, finished_at)
         sequence.listener.done(result)
         if sequence.stock is None:
-            self._store(sequence, Answer(len(request.prompt), decoded.token_ids, text))
+            self._storer.store(sequence, Answer(len(request.prompt), decoded.token_ids, text))
         if sequence.answers:
             self._count_request(sequence, result.cached_tokens)
         self._drop(sequence)
@@ -387,39 +413,6 @@ class Scheduler:
             reason=sequence.stock.reason if sequence.stock is not None else "",
             prefill_seconds=computed * token_s if token_s else None,
         )
-
-    def _store_prompt(self, sequence: Sequence) -> None:
-        """Store what is new of a sequence's prompt, piece by piece, so that no step has much to store."""
-        filled = min(sequence.filled_tokens, sequence.limit, sequence.exact_tokens)
-        chunk = self._parts.manager.chunk_size
-        if filled - sequence.stored_tokens >= chunk:
-            sequence.stored_tokens = filled
-            self._store_tokens(sequence, sequence.request.token_ids[: filled - filled % chunk], is_piece=True)
-
-    def _store(self, sequence: Sequence, answer: Answer) -> None:
-        """Store what a sequence has computed: prompt and answer; of one that was scored, the prompt."""
-        request, lane = sequence.request, sequence.lane
-        if not sequence.is_decoding:  # nothing of a repair that is not done
-            filled = min(sequence.filled_tokens, sequence.exact_tokens)
-            self._store_tokens(sequence, request.token_ids[:filled])
-            return
-        lane.before = sequence.segments
-        kv = SequenceKV(self.memory.arena, lane)
-        plan, recomputed, recorder = sequence.plan, sequence.recomputed, self._parts.recorder
-        if not sequence.is_sampled:
-            recorder.store(request.prompt.token_ids, kv, request.namespace, plan, recomputed)
-        else:
-            ids = answer.run_ids(request.token_ids)
-            if lane.end != len(ids):
-                recorder.refuse(LENGTH_REASON)
-            else:
-                recorder.store_answer(ids, kv, request.namespace, answer, plan, recomputed)
-
-    def _store_tokens(self, sequence: Sequence, token_ids: np.ndarray, *, is_piece: bool = False) -> None:
-        """Store the first tokens of a prompt, which are exact."""
-        kv = SequenceKV(self.memory.arena, sequence.node.segment)
-        of = sequence.request.namespace, sequence.plan
-        self._parts.recorder.store(token_ids, kv, *of, is_piece=is_piece)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a sequence, and free its slots."""

@@ -9,6 +9,7 @@ import torch
 
 from kvboost.batching.resident import ResidentBatch
 from kvboost.batching.scheduler import Scheduler
+from kvboost.identity.model_state import ModelState
 from kvboost.models import GenerationResult
 from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.request import Request
@@ -25,6 +26,11 @@ class _Heard:
     @property
     def is_over(self) -> bool:
         return self.result is not None or self.error is not None
+
+    @property
+    def has_told(self) -> bool:
+        """Whether anybody else heard of the request."""
+        return self._streamer is not None
 
     def begin(self, request: Request) -> None:
         """As `generate` does, the streamer is given the prompt first."""
@@ -48,29 +54,35 @@ def answer_one(parts: EngineParts, resident: ResidentBatch, request: Request) ->
     """Answer a request in the engine's own batch; None where it must run alone, or the batch is taken."""
     if parts.why_alone(request):
         return None
-    parts.fit.begin([request])
+    state = parts.fit.begin([request])
     scheduler = None if parts.why_alone(request) else resident.take(restarts=False)
     if scheduler is None:
         return None
     try:
         fits = scheduler.needed(request) <= scheduler.max_tokens
-        return _driven(scheduler, request) if fits else None
+        return _driven(scheduler, request, state) if fits else None
     finally:
         resident.give_back(scheduler)
 
 
-def _driven(scheduler: Scheduler, request: Request) -> GenerationResult:
-    """Run one request, for which the model was read, to its end, or to where it is cancelled."""
+def _driven(scheduler: Scheduler, request: Request, state: ModelState) -> GenerationResult | None:
+    """Run one request, for which the model was read, to its end, or to where it is cancelled.
+
+    None where a step failed before anybody heard of a token: alone it needs less memory.
+    """
     heard = _Heard(request)
     heard.begin(request)
-    sequence = scheduler.join(request, heard, was_read=True)
-    scheduler.step(was_read=True)
+    failed_steps = scheduler.counts.failed_steps
+    sequence = scheduler.join(request, heard, state=state)
+    scheduler.step(state)
     while not heard.is_over:
         if request.watch.cancelled.is_set() and sequence.has_spoken:
             scheduler.leave(sequence)
         else:
             scheduler.step()
     if heard.error is not None:
+        if scheduler.counts.failed_steps > failed_steps and not heard.has_told:
+            return None
         raise heard.error
     assert heard.result is not None
     return heard.result

@@ -27,7 +27,7 @@ from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
 from kvboost.requests.prompts import Prompt, TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
-from kvboost.run.captured import Size
+from kvboost.run.step_tables import Size
 from kvboost.settings import EngineArguments, EngineSettings
 
 _RUNNING_BATCH_TOKENS = 65_536

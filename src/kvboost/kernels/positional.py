@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvboost.kernels.scope import HARMLESS, AttentionCall
+from kvboost.kernels.scope import HARMLESS, AttentionCall, own_attention
 from kvboost.kernels.work import Tile, Work
 
 try:  # comes with torch for CUDA
@@ -235,10 +235,11 @@ def why_not(call: AttentionCall) -> str:
         return "Triton is missing"
     if query.shape[0] != 1 or call.dropout:
         return "attention with dropout or of several rows"
+    taken = () if own_attention() == "sdpa" else (_SOFTCAP, _SINKS)  # sdpa leaves these out, if it is asked
     extra = sorted(
         name
         for name, argument in call.extra.items()
-        if argument is not None and name not in HARMLESS and name not in (_SOFTCAP, _SINKS)
+        if argument is not None and name not in HARMLESS and name not in taken
     )
     if extra:
         return f"attention with {', '.join(extra)}"

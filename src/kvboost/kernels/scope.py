@@ -111,6 +111,12 @@ class ForwardScope:
 _SCOPE: ContextVar[ForwardScope | None] = ContextVar("kvboost_forward_scope", default=None)
 
 
+def own_attention() -> str:
+    """The name of the model's own attention implementation, inside of a scope."""
+    scope = _SCOPE.get()
+    return scope.own if scope is not None else ""
+
+
 def model_attention(call: AttentionCall) -> torch.Tensor:
     """The model's own attention `[batch, n, heads, head_dim]`, for calls that a backend cannot compute."""
     scope = _SCOPE.get()

@@ -65,6 +65,13 @@ def encoding_of(settings: EngineSettings) -> dict[str, Any]:
     return encoding
 
 
+@dataclasses.dataclass
+class Reading:
+    """One reading of a model's state for several questions; None before the first."""
+
+    state: ModelState | None = None
+
+
 class ModelFit:
     """What one engine knows of its model: layout, rotation, whether sequences can be packed, namespaces.
 
@@ -87,7 +94,7 @@ class ModelFit:
             self.rotation = rope.learn_rotation(model, self.layout)
             self.costs = ForwardCosts(model, settings.chunk_size)  # runs the model on a GPU
             self._ignore_what_forwards_change(before)
-        self.state = state = self.watch.read()  # the last reading
+        state = self.watch.read()
         self._structure, self._misfit = state.structure, ""
         self._surprises = state.surprises
         self.family = self._namespaces.of(state, settings.cache_salt).family
@@ -113,35 +120,33 @@ class ModelFit:
 
     def namespace(self, salt: str) -> Namespace:
         """The namespace of KV computed now: this model in its present state, this encoding, and `salt`."""
-        state = getattr(self._shared, "state", None)
-        if state is None:
-            state = self.watch.read()
-            if getattr(self._shared, "is_on", False):
-                self._shared.state = state
-        return self._namespace_of(state, salt)
+        reading: Reading | None = getattr(self._shared, "reading", None)
+        if reading is None:
+            return self._namespace_of(self.watch.read(), salt)
+        if reading.state is None:
+            reading.state = self.watch.read()
+        return self._namespace_of(reading.state, salt)
 
     @contextmanager
-    def one_reading(self) -> Iterator[None]:
-        """Inside, and in this thread, all that is asked of the model's state is answered by one reading."""
-        self._shared.is_on = True
+    def one_reading(self, reading: Reading | None) -> Iterator[None]:
+        """Inside, and in this thread, `reading`, if any, answers what is asked of the model's state."""
+        outer = getattr(self._shared, "reading", None)
+        self._shared.reading = reading
         try:
             yield
         finally:
-            self._shared.is_on, self._shared.state = False, None
+            self._shared.reading = outer
 
-    def read(self) -> None:
-        """Read the model's state, for `as_read`."""
-        self.state = self.watch.read()
+    def as_read(self, state: ModelState, salt: str) -> Namespace:
+        """The namespace of the model in a state that was just read."""
+        return self._namespace_of(state, salt)
 
-    def as_read(self, salt: str) -> Namespace:
-        """The namespace of the model as it was read last."""
-        return self._namespace_of(self.state, salt)
-
-    def begin(self, requests: Sequence[Request]) -> None:
+    def begin(self, requests: Sequence[Request]) -> ModelState:
         """Read the model's state as these requests begin: their KV belongs to it."""
         state = self.watch.read()
         for request in requests:
             request.namespace = self._namespace_of(state, request.namespace.salt)
+        return state
 
     def is_current(self, namespace: Namespace) -> bool:
         """Whether the model has not changed since `namespace` was read."""
@@ -155,7 +160,6 @@ class ModelFit:
 
     def _namespace_of(self, state: ModelState, salt: str) -> Namespace:
         """The namespace of a state that was just read; gated if the engine no longer fits the model."""
-        self.state = state
         if state.surprises != self._surprises:
             self._surprises = state.surprises
             self._on_surprise()

@@ -20,44 +20,18 @@ import torch
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.identity.weights import places_of, versions_of
-from kvboost.kernels import positional, work
+from kvboost.kernels import positional
 from kvboost.kernels.packed import PackedAttention
-from kvboost.kernels.positional import DeviceWork
 from kvboost.kernels.scope import AttentionCall, forward_scope
 from kvboost.kernels.windows import windows_of
-from kvboost.kernels.work import ITEM_FIELDS, RANGE_FIELDS, Tile, Work, work_of
+from kvboost.kernels.work import Work, work_of
 from kvboost.kv.arena import Arena
+from kvboost.run.step_tables import TOKENS, LayerShape, Size, StepTables, part_buffers
 
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_MOST_LOGITS = 64
-_MOST_PARTS = 4_096  # of queries in one step; each takes the size of an output in float32
-_RANGES_PER_TOKEN = 8
 _MOST_BYTES = 2 << 30  # of all graphs
 _OFTEN = 2  # a size is captured that so many steps have missed
+_MOST_DOUBLED = 6
 _TOLERANCE = 2e-2  # between a forward and its replay, of the norm of the logits
-
-
-class Size(NamedTuple):
-    """Of a captured step: tokens that go through, and logits that come out."""
-
-    tokens: int
-    logits: int
-
-    @classmethod
-    def all(cls, sequences: int) -> list[Size]:
-        """Sizes for every step of at most so many sequences."""
-        single = [cls(tokens, 1) for tokens in _TOKENS]
-        most = max(min(sequences, _MOST_LOGITS), 1)
-        several = [cls(tokens, min(tokens, _MOST_LOGITS)) for tokens in _TOKENS if tokens > 1]
-        return single + [size for size in several if most > 1 and size.logits < 2 * most]
-
-    @classmethod
-    def holding(cls, tokens: int, logits: int) -> Size | None:
-        """The smallest for so many; None where they are too many."""
-        fitting = next((each for each in _TOKENS if each >= tokens), None)
-        if fitting is None or logits > _MOST_LOGITS:
-            return None
-        return cls(fitting, 1 if logits <= 1 else min(fitting, _MOST_LOGITS))
 
 
 @dataclass
@@ -81,13 +55,15 @@ class CapturedSteps:
         self._arena = arena
         self._spare_slot = spare_slot
         self._valid_for: Hashable = None
-        self._shapes: tuple[_Shape, ...] = ()
+        self._shapes: tuple[LayerShape, ...] = ()
         self._graphs: dict[Size, _Graph] = {}
         self._wanted: Counter[Size] = Counter()
         self._pool: Any = None
         self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
         self._refusal: str | None = None  # None: not tried yet
         self._graph_bytes = 0
+        self._drops = 0
+        self._keeps = True  # the model gives the logits that are asked for, and no others
         self.counts = CaptureCounts()
 
     @property
@@ -99,7 +75,7 @@ class CapturedSteps:
     def nbytes(self) -> int:
         """Memory of the graphs and their tables."""
         parts = sum(each.nbytes for each in self._parts) if self._parts is not None else 0
-        return self._graph_bytes + parts + sum(each.tables.nbytes for each in self._graphs.values())
+        return self._graph_bytes + parts + sum(each.tables.nbytes for each in list(self._graphs.values()))
 
     @property
     def sizes(self) -> list[Size]:
@@ -131,7 +107,7 @@ class CapturedSteps:
         self.counts.replayed_steps += 1
         return graph.logits[: len(keep)], graph.largest[: len(keep)]
 
-    def _works_of(self, attention: PackedAttention, tables: _Tables) -> dict[_Shape, Work] | None:
+    def _works_of(self, attention: PackedAttention, tables: StepTables) -> dict[LayerShape, Work] | None:
         """The work of a step by the shape of layers; None where it is too much for the tables."""
         seen, found = attention.seen_keys(), {}
         for shape in self._shapes:
@@ -151,8 +127,7 @@ class CapturedSteps:
     def capture(self, state: Hashable, sizes: list[Size] | None = None) -> None:
         """Capture what steps have missed, or `sizes`. Not to be called while anybody waits for a token."""
         self._check(state)
-        missed = [size for size, times in self._wanted.most_common() if times >= _OFTEN]
-        for size in missed if sizes is None else sizes:
+        for size in self.missing(sizes):
             if self._refusal:
                 return
             del self._wanted[size]
@@ -160,11 +135,23 @@ class CapturedSteps:
                 try:
                     self._capture(size)
                 except Exception as error:  # whatever a model does that a graph cannot hold
-                    self.drop(f"capturing failed: {str(error).strip().splitlines()[0][:200]}")
+                    lines = str(error).strip().splitlines() or [type(error).__name__]
+                    self.drop(f"capturing failed: {lines[0][:200]}")
+
+    def missing(self, sizes: list[Size] | None = None) -> list[Size]:
+        """Those of `sizes` that are not captured; by default those that steps have missed often.
+
+        The more often graphs were dropped, the more often: a model that is switched to and fro gains nothing.
+        """
+        often = _OFTEN << min(self._drops, _MOST_DOUBLED)
+        missed = [size for size, times in self._wanted.most_common() if times >= often]
+        return [size for size in (missed if sizes is None else sizes) if size not in self._graphs]
 
     def drop(self, why: str | None = None) -> None:
         """Forget all graphs; `why` says why none will be made until the model changes."""
         self.counts.dropped += len(self._graphs)
+        self._drops += bool(self._graphs)
+        self._wanted.clear()
         self._graphs, self._pool, self._parts, self._graph_bytes = {}, None, None, 0
         self._refusal = why
 
@@ -184,9 +171,9 @@ class CapturedSteps:
                 self._refusal = self._why_not(device)
                 if self._refusal:
                     return
-                self._parts = _part_buffers(self._shapes, device)
+                self._parts = part_buffers(self._shapes, device)
             assert self._parts is not None
-            tables = _Tables(size, self._shapes, self._spare_slot, self._parts, self._arena.slabs[0])
+            tables = StepTables(size, self._shapes, self._spare_slot, self._parts, self._arena.slabs[0])
             attention = _StaticAttention(tables, windows_of(self._model).by_module)
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -195,6 +182,7 @@ class CapturedSteps:
                     eager = self._forward(tables, attention)
             torch.cuda.current_stream(device).wait_stream(stream)
             torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # capturing begins with this
             before = torch.cuda.memory_reserved(device)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -225,9 +213,9 @@ class CapturedSteps:
             return "the model is on several devices"
         before = places_of(tensors), versions_of(tensors)
         recorder = _ShapeRecorder()
-        tables = _Tables(Size(1, 1), (), self._spare_slot, None, self._arena.slabs[0])
+        tables = StepTables(Size(2, 1), (), self._spare_slot, None, self._arena.slabs[0])
         try:
-            self._forward(tables, recorder)
+            self._keeps = len(self._all_logits(tables, recorder)) == 1
         except UnsupportedModelError as error:
             return str(error)
         if recorder.refusal or not recorder.shapes:
@@ -238,8 +226,13 @@ class CapturedSteps:
         self._shapes = tuple(sorted(recorder.shapes))
         return ""
 
-    def _forward(self, tables: _Tables, attention: Any) -> torch.Tensor:
+    def _forward(self, tables: StepTables, attention: Any) -> torch.Tensor:
         """Logits `[logits, vocab]` of the step that the tables hold."""
+        logits = self._all_logits(tables, attention)
+        return logits if self._keeps else logits[tables.keep]
+
+    def _all_logits(self, tables: StepTables, attention: Any) -> torch.Tensor:
+        """The logits `[n, vocab]` that the model gives."""
         arena = self._arena
         arena.set_length(arena.capacity)
         with arena.scatter_at(tables.slots), forward_scope(self._model, attention):
@@ -252,188 +245,42 @@ class CapturedSteps:
                 logits_to_keep=tables.keep,
             )
         logits: torch.Tensor = output.logits[0]
-        return logits if len(logits) == len(tables.keep) else logits[tables.keep]
-
-
-class _Shape(NamedTuple):
-    """Of attention layers."""
-
-    group: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    tile: Tile
-
-    @property
-    def heads(self) -> int:
-        return self.group * self.kv_heads
-
-    def most_items(self, tokens: int) -> tuple[int, int]:
-        """Narrow and wide items that a step of so many tokens may have."""
-        split = work.most_split(self.kv_heads)
-        wide = 0 if tokens * self.group <= self.tile.narrow else split + tokens
-        return split + 2 * min(tokens, _MOST_LOGITS), wide
+        return logits
 
 
 class _ShapeRecorder:
     """A backend that notes the shapes of layers, and why the kernel cannot run one."""
 
     def __init__(self) -> None:
-        self.shapes: set[_Shape] = set()
+        self.shapes: set[LayerShape] = set()
         self.refusal = ""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Zeros `[1, n, heads, head_dim]`."""
         self.refusal = self.refusal or positional.why_not(call)
         head_dim, value_dim = call.query.shape[3], call.value.shape[3]
-        tile = positional.tile_of(call.group, head_dim, call.query.dtype, _TOKENS[0])
-        self.shapes.add(_Shape(call.group, call.key.shape[1], head_dim, value_dim, tile))
+        tile = positional.tile_of(call.group, head_dim, call.query.dtype, TOKENS[0])
+        self.shapes.add(LayerShape(call.group, call.key.shape[1], head_dim, value_dim, tile))
         return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], value_dim)
 
 
 class _StaticAttention:
     """The backend of a captured forward."""
 
-    def __init__(self, tables: _Tables, windows: Mapping[torch.nn.Module, int | None]) -> None:
+    def __init__(self, tables: StepTables, windows: Mapping[torch.nn.Module, int | None]) -> None:
         self._tables = tables
         self._windows = windows
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attention `[1, n, heads, head_dim]`."""
         head_dim, value_dim = call.query.shape[3], call.value.shape[3]
-        tile = positional.tile_of(call.group, head_dim, call.query.dtype, _TOKENS[0])
-        shape = _Shape(call.group, call.key.shape[1], head_dim, value_dim, tile)
+        tile = positional.tile_of(call.group, head_dim, call.query.dtype, TOKENS[0])
+        shape = LayerShape(call.group, call.key.shape[1], head_dim, value_dim, tile)
         return positional.attend(call, self._tables.works[shape], self._windows[call.module])
 
 
 class _Graph(NamedTuple):
     graph: Any
-    tables: _Tables
+    tables: StepTables
     logits: torch.Tensor
     largest: torch.Tensor
-
-
-class _Tables:
-    """All that a captured step reads, in one piece of memory on the device and its twin on the host.
-
-    A token that is not there is token 0 at position 0, sees nothing, and its KV goes to the spare slot.
-    """
-
-    def __init__(
-        self,
-        size: Size,
-        shapes: tuple[_Shape, ...],
-        spare_slot: int,
-        parts: tuple[torch.Tensor, torch.Tensor] | None,
-        like: torch.Tensor,
-    ) -> None:
-        device = like.device
-        fields: dict[Any, tuple[int, ...]] = {
-            "token_ids": (size.tokens,),
-            "positions": (size.tokens,),
-            "slots": (size.tokens,),
-            "keep": (size.logits,),
-        }
-        for shape in shapes:
-            narrow, wide = shape.most_items(size.tokens)
-            fields[shape, "narrow"] = (narrow, ITEM_FIELDS)
-            fields[shape, "wide"] = (wide, ITEM_FIELDS)
-            fields[shape, "ranges"] = (narrow + wide + _RANGES_PER_TOKEN * size.tokens, RANGE_FIELDS)
-            fields[shape, "part_ends"] = (size.tokens + 1,)
-            fields[shape, "part_rows"] = (_MOST_PARTS,)
-        sizes = {name: int(np.prod(each)) for name, each in fields.items()}
-        total = sum(sizes.values())
-        on_gpu = device.type == "cuda"
-        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=on_gpu)
-        self._device = torch.zeros(total, dtype=torch.int64, device=device)
-        self._fields: dict[Any, np.ndarray] = {}
-        on_device: dict[Any, torch.Tensor] = {}
-        at = 0
-        for name, each in fields.items():
-            self._fields[name] = self._host[at : at + sizes[name]].view(each).numpy()
-            on_device[name] = self._device[at : at + sizes[name]].view(each)
-            at += sizes[name]
-        self._spare_slot = spare_slot
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self.token_ids, self.positions = on_device["token_ids"], on_device["positions"]
-        self.slots, self.keep = on_device["slots"], on_device["keep"]
-        self.slots.fill_(spare_slot)
-        # Not read by our attention; it keeps the model from making one.
-        self.mask = like.new_zeros(1, 1, size.tokens, 1)
-        self.works = {
-            shape: DeviceWork(
-                on_device[shape, "narrow"],
-                on_device[shape, "wide"],
-                on_device[shape, "ranges"],
-                self.positions,
-                on_device[shape, "part_ends"],
-                on_device[shape, "part_rows"],
-                *_views(parts, shape),
-                shape.tile,
-                fill=True,
-            )
-            for shape in shapes
-        }
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._device.nbytes)
-
-    def holds(self, shape: _Shape, cut: Work) -> bool:
-        """Whether there is room for the work of a step."""
-        each = (
-            ("narrow", cut.narrow),
-            ("wide", cut.wide),
-            ("ranges", cut.ranges),
-            ("part_rows", cut.part_rows),
-        )
-        return all(len(table) <= len(self._fields[shape, name]) for name, table in each)
-
-    def fill(
-        self,
-        attention: PackedAttention,
-        token_ids: np.ndarray,
-        keep: np.ndarray,
-        works: Mapping[_Shape, Work],
-    ) -> None:
-        """Take the tables of a step, which must have room."""
-        assert self._copied is not None
-        self._copied.synchronize()  # the host's memory is read until then
-        tokens = len(token_ids)
-        for name, values, rest in (
-            ("token_ids", token_ids, 0),
-            ("positions", attention.host_positions, 0),
-            ("slots", attention.host_slots, self._spare_slot),
-            ("keep", keep, 0),
-        ):
-            self._fields[name][: len(values)] = values
-            self._fields[name][len(values) :] = rest
-        for shape, cut in works.items():
-            for name, table in (("narrow", cut.narrow), ("wide", cut.wide)):
-                self._fields[shape, name][: len(table)] = table
-                self._fields[shape, name][len(table) :, 1] = 0  # no queries
-            self._fields[shape, "ranges"][: len(cut.ranges)] = cut.ranges
-            self._fields[shape, "part_rows"][: cut.parts] = cut.part_rows
-            ends = self._fields[shape, "part_ends"]
-            ends[: tokens + 1], ends[tokens + 1 :] = cut.part_ends, cut.part_ends[-1]
-        self._device.copy_(self._host, non_blocking=True)
-        self._copied.record()
-
-
-def _part_buffers(shapes: tuple[_Shape, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the parts of any shape."""
-    heads = max(shape.heads for shape in shapes)
-    outputs = max(shape.heads * shape.value_dim for shape in shapes)
-    made = torch.zeros(_MOST_PARTS * outputs, dtype=torch.float32, device=device)
-    return made, torch.zeros(_MOST_PARTS * heads * 2, dtype=torch.float32, device=device)
-
-
-def _views(
-    parts: tuple[torch.Tensor, torch.Tensor] | None, shape: _Shape
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert parts is not None
-    outputs, sums = _MOST_PARTS * shape.heads * shape.value_dim, _MOST_PARTS * shape.heads * 2
-    return (
-        parts[0][:outputs].view(_MOST_PARTS, shape.heads, shape.value_dim),
-        parts[1][:sums].view(_MOST_PARTS, shape.heads, 2),
-    )

@@ -136,7 +136,7 @@ def choose_tokens(forward: ForwardLogits, samplers: Mapping[int, SequenceSampler
     for row, sampler in samplers.items():
         if not sampler.is_plain_greedy:
             try:
-                chosen[row] = sampler.choose(forward.logits[row])
+                chosen[row] = sampler.choose(forward.logits[row]).to(tokens.device)
             except Exception as error:  # a processor of the request: the others go on
                 failed[row] = error
     if chosen:
