@@ -257,12 +257,12 @@ def test_a_failure_between_two_steps_ends_nobody_elses_service(
         for ticket in (gone, other):
             assert await anext(aiter(ticket)) is not None
         assert worker.scheduler is not None
-        store = worker.scheduler._store
-        monkeypatch.setattr(worker.scheduler, "_store", _broken)
+        store = worker.scheduler._storer.store
+        monkeypatch.setattr(worker.scheduler._storer, "store", _broken)
         gone.cancel()
         with pytest.raises(OSError, match="no room"):
             await tokens_of(other)
-        monkeypatch.setattr(worker.scheduler, "_store", store)
+        monkeypatch.setattr(worker.scheduler._storer, "store", store)
         assert await tokens_of(worker.submit(read_request(engine, random_ids(20, 3), 4))) == expected
         assert worker.is_alive
 
@@ -282,7 +282,7 @@ def test_shutting_down_outlives_a_failure(
             request = read_request(engine, random_ids(20, n), 900, min_new_tokens=900)
             tickets.append(worker.submit(request))
             assert await anext(aiter(tickets[-1])) is not None
-        monkeypatch.setattr(worker.scheduler, "_store", _broken)
+        monkeypatch.setattr(worker.scheduler._storer, "store", _broken)
         await asyncio.to_thread(worker.close, 0.01)
         for ticket in tickets:
             with pytest.raises(ShuttingDownError):
