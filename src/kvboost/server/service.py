@@ -24,7 +24,15 @@ from kvboost.models import GenerationResult
 from kvboost.requests.encoding import ReadingBounds
 from kvboost.requests.prompts import TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
-from kvboost.server.answers import BatchBody, CacheStats, ChunkBody, RecentRequest, RequestsBody, Usage
+from kvboost.server.answers import (
+    BatchBody,
+    CacheStats,
+    ChunkBody,
+    RecentRequest,
+    RequestsBody,
+    Usage,
+    WorkerBody,
+)
 from kvboost.server.asgi import unless_gone
 from kvboost.server.auth import Caller, Gate, effective_salt
 from kvboost.server.errors import ApiError, as_api_error, bad_field
@@ -216,7 +224,7 @@ class Service:
             model=self.settings.model_name,
             mode=self.settings.mode_name,
             uptime_s=time.monotonic() - self._started,
-            worker=self.worker.stats,
+            worker=WorkerBody(**vars(self.worker.stats)),
             batch=self._batch_stats(),
             requests=RequestsBody(
                 count=self._count,

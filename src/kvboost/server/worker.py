@@ -7,6 +7,7 @@ step. What cannot run beside others runs alone, between two steps. Knows the eng
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -22,7 +23,6 @@ from kvboost.batching.sequence import Sequence
 from kvboost.engine import InferenceEngine
 from kvboost.errors import KVBoostError
 from kvboost.requests.request import Request
-from kvboost.server.answers import WorkerBody
 from kvboost.server.tickets import (
     Admission,
     FairQueue,
@@ -38,6 +38,19 @@ _log = logging.getLogger(__name__)
 _NOT_ANSWERED = "the server was shut down before this request was answered"
 _TOO_LONG = "the request took longer than the server allows"
 _IDLE_S = 0.5  # how often deadlines of waiting requests are looked at while nothing runs
+
+
+@dataclasses.dataclass
+class WorkerStats:
+    """Requests by how they ended, and those that wait and run now."""
+
+    waiting: int = 0
+    running: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    timed_out: int = 0
 
 
 class Worker:
@@ -68,7 +81,7 @@ class Worker:
         self._wake = threading.Condition()
         self._closing = False  # nothing new is taken
         self._stopping = False  # running requests are given up
-        self._stats = WorkerBody(**dict.fromkeys(WorkerBody.model_fields, 0))
+        self._stats = WorkerStats()
         self._answer_s = 1.0  # running mean of how long an answer takes
         self._thread = threading.Thread(target=self._run, name="kvboost-worker", daemon=True)
         self._thread.start()
@@ -146,11 +159,11 @@ class Worker:
         return future
 
     @property
-    def stats(self) -> WorkerBody:
+    def stats(self) -> WorkerStats:
         """Counts at this moment."""
         with self._wake:
             now = {"waiting": len(self._queue), "running": len(self._running)}
-            return self._stats.model_copy(update=now)
+            return dataclasses.replace(self._stats, **now)
 
     @property
     def is_alive(self) -> bool:
