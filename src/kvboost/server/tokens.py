@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -20,8 +20,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from kvboost.errors import KVBoostError
 from kvboost.models import GenerationResult
 from kvboost.requests.request import Arguments
-from kvboost.server.schemas import Generation
 from kvboost.server.tickets import Ticket
+
+if TYPE_CHECKING:  # it needs pydantic, and what becomes of tokens does not
+    from kvboost.server.schemas import Generation
 
 Decode = Callable[[list[int]], str]
 FinishReason = Literal["stop", "length"]
