@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from tests.engine.test_resident import OPTIONS
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
 
@@ -69,15 +70,7 @@ def test_every_head_size(head_dim: int, make_engine: MakeEngine) -> None:
 def test_sampling_and_options_equal_generate(make_engine: MakeEngine) -> None:
     engine = make_engine("llama", device="cuda")
     prompt = random_ids(60, seed=2)
-    options: list[dict[str, Any]] = [
-        {"do_sample": True, "seed": 5, "temperature": 0.7},
-        {"do_sample": True, "seed": 6, "top_p": 0.8, "top_k": 20},
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 9},
-        {"suppress_tokens": [3, 4, 5]},
-    ]
-    for option in options:
+    for option in OPTIONS:
         want = engine.generate(prompt, 12, mode="baseline", **option).token_ids
         for _ in range(2):
             assert engine.generate(prompt, 12, mode="prefix_cache", **option).token_ids == want, option

@@ -176,8 +176,8 @@ class Scheduler:
                 request, listener, answers=answers, tenant=tenant, scores=scores, in_tree=in_tree
             )
             return self._join(request, sequence, state)
-        except Exception:
-            self.is_whole = True  # what it took it has given back
+        except Exception:  # it is refused, or a chunk was lost: what it took it has given back by now
+            self.is_whole = True
             raise
 
     def _join(self, request: Request, sequence: Sequence, state: ModelState | None) -> Sequence:
