@@ -89,17 +89,20 @@ def ab(
     pairs, with a 95% interval: if it holds 1, no difference was seen. Below 1 NEW takes less time; for
     rates (..._per_s) above 1 is better.
 
-    BENCH is what follows `kvboost bench`, with options, or one of two of our own:
+    BENCH is what follows `kvboost bench`, with options, or one of three of our own:
 
     \b
     warm     time to the first token of a prompt whose beginning is cached
     decode   time per token of an answer over cached text
+    together prompts behind new beginnings that they share, in one `generate_batch`
 
     \b
       --tokens N       shared tokens, read before  (1024)
       --tail-tokens N  new tokens behind them, others in every call  (20)
-      --new-tokens N   length of the answers  (warm: 1, decode: 32)
-      --repeat N       calls per run, of which the median counts  (warm: 5, decode: 3)
+      --new-tokens N   length of the answers  (warm: 1, others: 32)
+      --repeat N       calls per run, of which the median counts  (warm: 5, decode: 3, together: 1)
+      --prompts N      together: prompts of a call  (8)
+      --prefixes N     together: beginnings that are shared, of --tokens each  (1)
       --model NAME     a hub name, a folder, "builtin" or "random:..."  (builtin)
       --mode MODE      as in generate
       --any-other V    an option of from_pretrained, like --dtype bfloat16
@@ -239,7 +242,8 @@ def _explanation(comparison: Comparison) -> str:
 
 def main() -> NoReturn:
     """Run the command; what can go wrong is said in a line."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that clean-up runs
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))  # so that clean-up runs
     try:
         ab.main(prog_name="benchmarks/ab", standalone_mode=False)
     except click.ClickException as error:

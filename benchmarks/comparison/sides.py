@@ -28,7 +28,10 @@ class SideError(Exception):
 
 
 class Side:
-    """A worker process that has imported the kvboost of one checkout. Only one of two works at a time."""
+    """A worker process that has imported the kvboost of one checkout. Only one of two works at a time.
+
+    Between two questions it stands still, whatever its threads would do.
+    """
 
     def __init__(self, checkout: Checkout, arguments: Sequence[str]) -> None:
         self.checkout = checkout
@@ -73,6 +76,7 @@ class Side:
         """End the process and its children."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_PATIENCE_S)
         self._signal(signal.SIGKILL)
@@ -93,10 +97,13 @@ class Side:
 
     def _ask(self) -> dict[str, Any]:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended: the missing reply says so
             self._process.stdin.write("\n")
             self._process.stdin.flush()
-        return self._reply()
+        reply = self._reply()
+        self._signal(signal.SIGSTOP)
+        return reply
 
     def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None

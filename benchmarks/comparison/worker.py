@@ -2,8 +2,9 @@
 
 A process per side, so that a model is loaded once. Speaks in lines of JSON: says which kvboost it has, then
 answers every line on stdin with a record. Whatever the benchmark prints goes elsewhere. Relies only on what
-every revision has: the command `kvboost bench`, and `from_pretrained`, `tokenize`, `warm` and `generate`. The
-command finds the benchmarks of its own checkout, whether they are part of the package or in `benchmarks/`.
+every revision has: the command `kvboost bench`, and `from_pretrained`, `tokenize`, `warm`, `generate` and
+`generate_batch`. The command finds the benchmarks of its own checkout, whether they are part of the package
+or in `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import ctypes
 import gc
 import io
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 Measure = Callable[[], dict[str, Any]]
+_PR_SET_PDEATHSIG = 1
 _SENTENCE = "The {} of house number {} was painted in the year {}. "
 _THINGS = ("door", "roof", "garden wall", "kitchen", "staircase", "cellar", "gate", "window frame")
 
@@ -117,14 +122,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def own_measure(name: str, arguments: Sequence[str]) -> Measure:
-    """`warm` or `decode` on an engine that has read the shared tokens."""
+    """`warm`, `decode` or `together` on an engine that has its model."""
     parser = _Parser(prog=name, add_help=False, allow_abbrev=False)
     parser.add_argument("--tokens", type=_count, default=1024)
     parser.add_argument("--tail-tokens", type=_count, default=20)
     parser.add_argument("--new-tokens", type=_count, default=1 if name == "warm" else 32)
-    parser.add_argument("--repeat", type=_count, default=5 if name == "warm" else 3)
+    parser.add_argument("--repeat", type=_count, default={"warm": 5, "decode": 3, "together": 1}[name])
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--mode")
+    if name == "together":
+        parser.add_argument("--prompts", type=_count, default=8)
+        parser.add_argument("--prefixes", type=_count, default=1)
     options, rest = parser.parse_known_args(list(arguments))
     if name == "decode" and options.new_tokens < 2:
         raise WorkerError("decode: --new-tokens must be at least 2")
@@ -134,6 +142,9 @@ def own_measure(name: str, arguments: Sequence[str]) -> Measure:
 
     engine = KVBoost.from_pretrained(options.model, **engine_options)
     shared = shared_tokens(engine.tokenize, options.tokens)
+    if name == "together":
+        batches = _batches(engine, shared, options)
+        return lambda: _together([next(batches) for _ in range(options.repeat)])
     engine.warm(shared)
     answers = _answers(engine, shared, options)
     return lambda: OWN[name]([next(answers) for _ in range(options.repeat)])
@@ -193,9 +204,7 @@ def shared_tokens(tokenize: Callable[[str], list[int]], count: int) -> list[int]
 def _answers(engine: Any, shared: list[int], options: argparse.Namespace) -> Iterator[Any]:
     """Results of `generate`, each with a new tail; both sides get the same ones."""
     chosen = random.Random(1)
-    settings = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
-    if options.mode is not None:
-        settings["mode"] = options.mode
+    settings = _settings(options)
     while True:
         result = engine.generate(shared + chosen.choices(shared, k=options.tail_tokens), **settings)
         if result.cached_tokens * 2 < len(shared):
@@ -204,6 +213,39 @@ def _answers(engine: Any, shared: list[int], options: argparse.Namespace) -> Ite
                 "cache, so this is no warm prompt"
             )
         yield result
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    settings = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens}
+    return settings if options.mode is None else {**settings, "mode": options.mode}
+
+
+def _batches(
+    engine: Any, words: list[int], options: argparse.Namespace
+) -> Iterator[tuple[float, Sequence[Any]]]:
+    """Seconds and results of `generate_batch`, each with new prefixes; both sides get the same ones."""
+    chosen = random.Random(1)
+    while True:
+        prefixes = [chosen.choices(words, k=options.tokens) for _ in range(options.prefixes)]
+        prompts = [
+            prefixes[number % len(prefixes)] + chosen.choices(words, k=options.tail_tokens)
+            for number in range(options.prompts)
+        ]
+        started = time.perf_counter()
+        results = engine.generate_batch(prompts, **_settings(options))
+        yield time.perf_counter() - started, results
+
+
+def _together(batches: list[tuple[float, Sequence[Any]]]) -> dict[str, Any]:
+    """Time and rate of whole batches, whose shared beginnings are computed in the call."""
+    seconds = statistics.median(seconds for seconds, _ in batches)
+    generated = min(sum(result.generated_tokens for result in results) for _, results in batches)
+    return {
+        "benchmark": "together",
+        "seconds": seconds,
+        "tokens_per_s": generated / seconds,
+        "generated_tokens": generated,
+    }
 
 
 def _warm(results: list[Any]) -> dict[str, Any]:
@@ -226,7 +268,11 @@ def _decode(results: list[Any]) -> dict[str, Any]:
     }
 
 
-OWN = {"warm": _warm, "decode": _decode}
+OWN: dict[str, Callable[[list[Any]], dict[str, Any]]] = {
+    "warm": _warm,
+    "decode": _decode,
+    "together": _together,
+}
 
 
 # --- being told what to do -----------------------------------------------------------------------
@@ -234,6 +280,7 @@ OWN = {"warm": _warm, "decode": _decode}
 
 def main() -> None:
     """Say what was imported, then measure once per line until there are no more."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries and child processes print must not get between the answers
 
@@ -264,6 +311,12 @@ def main() -> None:
     while sys.stdin.readline():
         if not answer(measure):
             return
+
+
+def _end_with_parent() -> None:
+    """Where the system can, be killed when the other process is: who stands still hears of nothing else."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _what_was_imported() -> dict[str, Any]:

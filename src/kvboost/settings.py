@@ -169,6 +169,16 @@ class EngineSettings:
             "cache", "Where cached KV is kept: in RAM, or with the model.", "choice", choices=CACHE_DEVICES
         ),
     )
+    gpu_cache_bytes: int | None = field(
+        default=None,
+        metadata=about(
+            "cache",
+            "Bytes on the GPU for copies of what was used last; 0 = none.",
+            "size or none",
+            least=0,
+            default_text="an eighth of what is free",
+        ),
+    )
     selector: str = field(
         default="guided",
         metadata=about(
@@ -264,6 +274,8 @@ class EngineSettings:
             raise InvalidRequestError("disk_cache_bytes needs a folder: pass disk_cache_dir with it")
         if self.cache_device not in CACHE_DEVICES:
             raise InvalidRequestError(f'cache_device must be "cpu" or "model", got {self.cache_device!r}')
+        if self.gpu_cache_bytes and self.cache_device == "model":
+            raise InvalidRequestError('gpu_cache_bytes is for cache_device="cpu": "model" is the GPU already')
         if not isinstance(self.cache_salt, str):
             raise InvalidRequestError(f"cache_salt must be text, got {self.cache_salt!r}")
 

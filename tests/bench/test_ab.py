@@ -9,10 +9,12 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ import pytest
 from benchmarks.comparison import ratios, worker
 from benchmarks.comparison.checkouts import CheckoutError, opened
 from benchmarks.comparison.ratios import Comparison, NothingToCompareError
+from benchmarks.comparison.sides import Side
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "ab"
 ENGINE = """
+import time
 from types import SimpleNamespace
 
 TIME_MS = {time_ms}
@@ -33,6 +37,7 @@ TIME_MS = {time_ms}
 
 class KVBoost:
     calls = 0
+    seen = set()
 
     @classmethod
     def from_pretrained(cls, name, **options):
@@ -52,6 +57,13 @@ class KVBoost:
         return SimpleNamespace(
             ttft_ms=TIME_MS, total_ms=TIME_MS * 3, cached_tokens=cached, generated_tokens=max_new_tokens
         )
+
+    def generate_batch(self, prompts, max_new_tokens, min_new_tokens):
+        assert len({{tuple(prompt[:50]) for prompt in prompts}} - KVBoost.seen) == 3, "prefixes are new"
+        KVBoost.seen |= {{tuple(prompt[:50]) for prompt in prompts}}
+        assert len(prompts) == 7 and {{len(prompt) for prompt in prompts}} == {{54}}
+        time.sleep(TIME_MS / 1000)
+        return [self.generate(prompt, max_new_tokens, min_new_tokens, "baseline") for prompt in prompts]
 """
 COMMAND = """
 import json, os, subprocess, sys, time
@@ -347,6 +359,54 @@ def test_benchmarks_of_our_own_and_their_limit(repository: Path, name: str, metr
     assert record["metrics"][metric]["ratio"] == pytest.approx(0.5)
     assert record["exceeded"] == [metric]
     assert f"above 0.4: {metric}" in err
+
+
+def test_who_is_not_asked_stands_still(repository: Path) -> None:
+    with opened(repository, "slow", "fast") as (old, _), Side(old, ["warm"]) as side:
+        process = psutil.Process(side._process.pid)
+        side.check_import()
+        side.prepare()
+        for _ in range(2):
+            assert side.measure()["ttft_ms"] == 20.0
+            until = time.monotonic() + 10
+            while process.status() != psutil.STATUS_STOPPED and time.monotonic() < until:
+                time.sleep(0.01)
+            assert process.status() == psutil.STATUS_STOPPED
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_nobody_is_left_standing(repository: Path, number: int) -> None:
+    command = start(repository, "slow", "fast", "quick", "--wait", "60", start_new_session=True)
+    parent = psutil.Process(command.pid)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        workers = parent.children(recursive=True)
+        if any(each.status() == psutil.STATUS_STOPPED for each in workers if each.is_running()):
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("nobody stood still")
+    folders = git(repository, "worktree", "list", "--porcelain")
+    os.kill(command.pid, number)
+    command.communicate(timeout=30)
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+    for line in folders.splitlines():  # of a command that was killed they stay
+        path = Path(line.removeprefix("worktree "))
+        if path.parent.name.startswith("kvboost-ab-"):
+            shutil.rmtree(path.parent, ignore_errors=True)
+    git(repository, "worktree", "prune")
+
+
+def test_batches_behind_new_beginnings(repository: Path) -> None:
+    options = ("--tokens", "50", "--tail-tokens", "4", "--prompts", "7", "--prefixes", "3", "--repeat", "2")
+    status, out, _ = run(repository, "slow", "fast", "together", "--pairs", "2", *options)
+    assert status == 0
+    metrics = json.loads(out.splitlines()[-1])["metrics"]
+    assert set(metrics) == {"seconds", "tokens_per_s"}
+    for old, rate in zip(metrics["seconds"]["old"], metrics["tokens_per_s"]["old"], strict=True):
+        assert old >= 0.02
+        assert rate == pytest.approx(7 * 32 / old)
 
 
 @pytest.mark.parametrize(

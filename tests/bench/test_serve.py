@@ -288,6 +288,13 @@ def test_targets_that_are_missed() -> None:
     ]
 
 
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    done = CliRunner().invoke(main, ["bench", "serve", "--device", device])
+    assert done.exit_code == 2
+    assert f"--device {device} cannot be used" in done.output
+
+
 def test_the_command(model: str, peers: Path, tmp_path: Path) -> None:
     arguments = ["bench", "serve", "--model", model, "--peers-dir", str(peers), "--only", "kvboost"]
     arguments += ["--requests", "4", "--rate", "100", "--prefix-tokens", "30-40", "--tail-tokens", "5"]

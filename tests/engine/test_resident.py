@@ -56,6 +56,22 @@ def test_equals_baseline(options: dict[str, Any], engine: KVBoost) -> None:
         assert again.cached_tokens == len(prompt) - 1
 
 
+@pytest.mark.parametrize("least", [1, 3, 12])
+def test_ends_that_come_too_early_are_not_taken(least: int, engine: KVBoost) -> None:
+    prompt = random_ids(60, seed=4)
+    plain = engine.generate(prompt, 12, mode="baseline").token_ids
+    for ends in (plain[:1], [plain[0], plain[2], 10_000_000], [-1, *plain], [-1]):
+        options: dict[str, Any] = {"eos_token_id": ends, "min_new_tokens": least}
+        want = engine.generate(prompt, 12, mode="baseline", **options).token_ids
+        assert (want == plain) is (ends == [-1])
+        before = forwards(engine)
+        assert engine.generate(prompt, 12, mode="prefix_cache", **options).token_ids == want
+        assert forwards(engine) > before
+        other = engine.generate(prompt[:-1], 12, mode="baseline", **options).token_ids
+        both = engine.generate_batch([prompt, prompt[:-1]], 12, mode="prefix_cache", **options)
+        assert [each.token_ids for each in both] == [want, other]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture(architecture: str, make_engine: MakeEngine) -> None:
     engine = with_resident(make_engine(architecture))

@@ -271,7 +271,7 @@ def _vector(subject: Subject, target: str, factor: float) -> None:
 
 def _numpy(subject: Subject, target: str, factor: float) -> None:
     parameter, values = subject.wanted(target, factor)
-    if parameter.dtype is torch.bfloat16:
+    if parameter.dtype is torch.bfloat16 or parameter.is_cuda:  # numpy has none of those
         parameter.data.copy_(values)
     else:
         parameter.detach().numpy()[...] = values.numpy()
@@ -442,7 +442,7 @@ def _shifted(output: Any) -> Any:
     """What a steering hook does: the first tensor, with a direction added."""
     if isinstance(output, tuple):
         return (_shifted(output[0]), *output[1:])
-    return output + torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype)
+    return output + torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype, device=output.device)
 
 
 def _steer(_module: Any, _inputs: Any, output: Any) -> Any:

@@ -141,6 +141,7 @@ def test_an_adapter_switch_is_heard(make_engine: MakeEngine) -> None:
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=4)
     model.add_adapter(config, "one")
     model.add_adapter(config, "two")
+    model.eval()  # layers of adapters come in training mode
     engine = make_engine(model=model, device="cuda")
     for adapter in ("one", "two", "one"):
         model.set_adapter(adapter)

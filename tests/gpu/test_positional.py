@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 SLOTS = 1_200
+OWN_SLOTS = 610  # from here on, KV of single sequences
 
 
 class Shape(NamedTuple):
@@ -63,7 +64,7 @@ def random_step(rng: np.random.Generator) -> Step:
     positions: list[int] = []
     keys: list[tuple[np.ndarray, np.ndarray]] = []
     behind_inner: list[int] = []
-    slot, at = 610, 0
+    slot, at = OWN_SLOTS, 0
     for number in range(int(rng.integers(1, 9))):
         chain = [shared, inner] if number >= 2 else [shared]
         start = chain[-1].position + chain[-1].length
@@ -109,10 +110,20 @@ def expected(shape: Shape, step: Step, call: AttentionCall) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("all_in_parts", [False, True])
+def lengthened(seen: list[SeenKeys]) -> list[SeenKeys]:
+    """With own stretches that reach behind the newest token, as captured steps have them."""
+    own = [
+        SeenKeys(first, last, [Stretch(start, -(-length // 64) * 64, position)])
+        for first, last, [(start, length, position)] in seen
+        if start >= OWN_SLOTS
+    ]
+    return own + [each for each in seen if each.ranges[0].start < OWN_SLOTS]
+
+
+@pytest.mark.parametrize("how", ["eager", "in parts", "captured"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernel_equals_float64(shape: Shape, all_in_parts: bool) -> None:
-    rng = np.random.default_rng(len(str(shape)) + all_in_parts)
+def test_kernel_equals_float64(shape: Shape, how: str) -> None:
+    rng = np.random.default_rng(len(str(shape)) + len(how))
     generator = torch.Generator("cuda").manual_seed(3)
     heads = shape.group * shape.kv_heads
 
@@ -123,7 +134,9 @@ def test_kernel_equals_float64(shape: Shape, all_in_parts: bool) -> None:
         step = random_step(rng)
         tokens = len(step.positions)
         key, value = (random(1, shape.kv_heads, SLOTS, size) for size in (shape.head_dim, shape.value_dim))
-        key[:, :, :10], value[:, :, :10] = float("nan"), float("nan")  # of nobody in the step
+        nobodys = torch.ones(SLOTS, dtype=torch.bool, device="cuda")
+        nobodys[np.concatenate([slots for slots, _ in step.keys])] = False
+        key[:, :, nobodys], value[:, :, nobodys] = float("nan"), float("nan")
         call = AttentionCall(
             torch.nn.Identity(),
             random(1, tokens, heads, shape.head_dim).transpose(1, 2),
@@ -136,12 +149,12 @@ def test_kernel_equals_float64(shape: Shape, all_in_parts: bool) -> None:
         assert not positional.why_not(call)
         tile = positional.tile_of(shape.group, shape.head_dim, shape.dtype, tokens)
         work = work_of(
-            step.seen,
-            step.positions,
+            lengthened(step.seen) if how == "captured" else step.seen,
+            step.positions + 64 if how == "captured" else step.positions,
             group=shape.group,
             kv_heads=shape.kv_heads,
             tile=tile,
-            all_in_parts=all_in_parts,
+            all_in_parts=how != "eager",
         )
         positions = torch.from_numpy(step.positions).cuda()
         on_device = DeviceWork.of(work, positions, heads, shape.value_dim, tile)

@@ -41,9 +41,15 @@ NAMES = {
 @click.option("--new-tokens", type=_COUNT, default=16, show_default=True, help="Length of the answers.")
 @click.option("--rounds", type=_COUNT, default=5, show_default=True, help="Each with fresh tails.")
 @click.option(
-    "--plain-rounds", type=_COUNT, default=2, show_default=True, help="Rounds of those that read it all."
+    "--plain-rounds", type=_COUNT, default=2, show_default=True, help="Rounds of those that are slow."
 )
-@click.option("--memory-batch", type=_COUNT, default=16, show_default=True, help="Rows whose KV is weighed.")
+@click.option(
+    "--memory-batch",
+    type=_COUNT,
+    default=16,
+    show_default=True,
+    help="Rows whose KV is weighed, at least --batch.",
+)
 @click.option("--model", default="builtin", show_default=True, help='A hub name, a folder, or "builtin".')
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the lengths of the tails.")
 @click.option(

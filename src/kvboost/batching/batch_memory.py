@@ -55,6 +55,12 @@ class BatchMemory:
         """A slot that no sequence ever gets, if there is one."""
         return self.max_slots if self.arena.capacity > self.max_slots else None
 
+    def probe_slots(self, tokens: int) -> int | None:
+        """The first of `tokens` slots that no sequence ever gets, on a GPU that has them."""
+        first = self.max_slots + 1  # behind the spare one
+        on_gpu = self.arena.slabs[0].device.type == "cuda"
+        return first if on_gpu and self.arena.capacity >= first + tokens else None
+
     def _empty_tree(self) -> RadixTree:
         return RadixTree(SlotPool(self.lane_slots, self.lane_slots + self.max_tokens))
 

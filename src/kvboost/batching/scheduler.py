@@ -324,7 +324,7 @@ class Scheduler:
 
     def _choose_or_fail(self, sequence: Sequence) -> None:
         try:
-            choose_repair(self._parts.model, self.memory, sequence)
+            choose_repair(self._parts.model, self.memory, self.packed, sequence, self.state)
         except Exception as error:  # a strategy of the caller's own, or OOM: the others go on
             self._drop(sequence)
             sequence.listener.failed(error)

@@ -133,7 +133,7 @@ class KVBoostWarm:
         self._prefix = prefix
 
     def settle(self) -> None:
-        self._engine.warm(self._prefix)
+        self._engine.generate(self._prefix, 1, mode="prefix_cache")
 
     def answer(self, token_ids: list[int], new_tokens: int, stamps: Stamps) -> Answer:
         return engine_answer(self._engine, token_ids, new_tokens, stamps)

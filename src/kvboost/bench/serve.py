@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from kvboost.bench.record import machine_record
 from kvboost.bench.serve_load import Arrival, ServeSettings, Workload, send
@@ -38,9 +37,9 @@ from kvboost.bench.serve_servers import (
     Contestant,
     ServerFailedError,
     ServerProcess,
-    checkpoint_of,
     contestants,
     reason_not_there,
+    tokenizer_of,
 )
 from kvboost.bench.stream_client import Address, Reply, ask
 
@@ -59,7 +58,7 @@ def run(
     report: Report = lambda _done, _total, _text: None,
 ) -> dict[str, Any]:
     """Measure and return the record."""
-    machine = machine_record(torch.device("cpu"))
+    machine = machine_record(torch.device(settings.device))
     bench = _Bench(model, settings, peers_folder, report)
     rounds = asyncio.run(bench.run())
     servers = {name: summary(rounds[name]) for name in settings.contestants if rounds[name]}
@@ -68,7 +67,7 @@ def run(
     return {
         "benchmark": f"serve-rag-{settings.new_tokens}" if settings.documents else "serve",
         "model": model,
-        "dtype": "float32",
+        "dtype": settings.dtype,
         "machine": machine,
         "settings": dataclasses.asdict(settings),
         "servers": {
@@ -89,8 +88,9 @@ class _Bench:
         self._settings = settings
         self._report = report
         self._peer = peers_folder / HTTP_PEER
-        self._there = contestants(model, settings.serve_flags, self._peer)
-        self._workload = Workload(AutoTokenizer.from_pretrained(checkpoint_of(model)), settings)
+        self._model = model
+        self._there = contestants(model, settings.device, settings.dtype, settings.serve_flags, self._peer)
+        self._workload = Workload(tokenizer_of(model), settings)
         self._done = 0
         self.about: dict[str, dict[str, Any]] = {}
         self.unavailable: list[dict[str, str]] = []
@@ -121,7 +121,7 @@ class _Bench:
     def _is_there(self, name: str) -> bool:
         if name in self._there:
             return True
-        self._drop(name, reason_not_there(self._peer) or "it is no server: run make peers")
+        self._drop(name, reason_not_there(self._peer, self._model) or "it is no server: run make peers")
         return False
 
     async def _measure(

@@ -40,6 +40,8 @@ class ServeSettings:
     serve_flags: tuple[str, ...] = ()  # more of them for both of kvboost's servers
     deadline_s: float = 900.0  # for a server to answer everything
     seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)

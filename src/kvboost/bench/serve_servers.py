@@ -19,13 +19,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import torch
+from transformers import AutoTokenizer
 
 from kvboost.bench.stream_client import Address, ask
 from kvboost.loading.embedded import BUILTIN_NAME, ensure_checkpoint
+from kvboost.loading.random_models import byte_tokenizer, is_random
 
 HTTP_PEER = "transformers_serve"  # its folder among the peers of `make peers`
 KVBOOST, ALONE, PAGED, PLAIN = "kvboost", "no_batching", "transformers_cb", "transformers"
@@ -36,10 +38,9 @@ LABELS = {
     PLAIN: "transformers serve",
 }
 KVBOOST_COMMAND = (sys.executable, "-c", "from kvboost.cli.main import main; main()")
-PEER_FLAGS = ("--device", "cpu", "--dtype", "float32")
-# What continuous batching runs best with on a CPU, tried with this workload.
-PAGED_FLAGS = (
-    "--continuous-batching",
+PAGED_FLAGS = ("--continuous-batching",)
+# What it runs best with on a CPU, tried with this workload.
+PAGED_CPU_FLAGS = (
     "--cb-max-memory-percent",
     "0.3",
     "--cb-max-batch-tokens",
@@ -65,20 +66,25 @@ class Contestant:
     folder: Path | None = None
 
 
-def contestants(model: str, flags: tuple[str, ...], peer: Path) -> dict[str, Contestant]:
+def contestants(
+    model: str, device: str, dtype: str, flags: tuple[str, ...], peer: Path
+) -> dict[str, Contestant]:
     """All that could take part, ours with `flags`; those of transformers only where `peer` is set up."""
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
-    ours = (*KVBOOST_COMMAND, "serve", model, "--port", "{port}", "--dtype", "float32")
+    same = ("--port", "{port}", "--device", device, "--dtype", dtype)
     found = {
-        name: Contestant(name, (*ours, *flags, *more), model, "/ready", threads)
+        name: Contestant(
+            name, (*KVBOOST_COMMAND, "serve", model, *same, *flags, *more), model, "/ready", threads
+        )
         for name, more in ((KVBOOST, ()), (ALONE, ("--no-batching",)))
     }
-    if (peer / "peer.json").is_file():
+    if not reason_not_there(peer, model):
         about = json.loads((peer / "peer.json").read_text())
         checkpoint = checkpoint_of(model)
-        theirs = (str(peer / about["python"]), *about["serve"], checkpoint, *PEER_FLAGS, "--port", "{port}")
+        theirs = (str(peer / about["python"]), *about["serve"], checkpoint, *same)
         environment = {**threads, "PYTHONNOUSERSITE": "1", **about.get("environment", {})}
-        for name, more in ((PAGED, PAGED_FLAGS), (PLAIN, ())):
+        paged = PAGED_FLAGS if device != "cpu" else (*PAGED_FLAGS, *PAGED_CPU_FLAGS)
+        for name, more in ((PAGED, paged), (PLAIN, ())):
             command = (*theirs, "--host", "127.0.0.1", *more)
             found[name] = Contestant(name, command, checkpoint, "/health", environment, peer)
     return found
@@ -89,8 +95,15 @@ def checkpoint_of(model: str) -> str:
     return str(ensure_checkpoint()) if model == BUILTIN_NAME else model
 
 
-def reason_not_there(folder: Path) -> str | None:
-    """Why the peer in `folder` cannot be started; None where it can."""
+def tokenizer_of(model: str) -> Any:
+    """The model's tokenizer."""
+    return byte_tokenizer() if is_random(model) else AutoTokenizer.from_pretrained(checkpoint_of(model))
+
+
+def reason_not_there(folder: Path, model: str = "") -> str | None:
+    """Why the peer in `folder` cannot be started, with a model; None where it can."""
+    if is_random(model):
+        return f"it cannot load {model}, which is made in memory"
     if (folder / "peer.json").is_file():
         return None
     note = folder / "unavailable.txt"

@@ -19,6 +19,9 @@ from kvboost.cli.session import FOLDER
 _RATE = click.FloatRange(min=0, min_open=True)
 
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
 def _range(_context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
     """ "600-1000" as two numbers."""
     low, _, high = value.partition("-")
@@ -29,6 +32,16 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
     if not 1 <= found[0] <= found[1]:
         raise click.BadParameter(f"expected something like 600-1000, got {value!r}", param=parameter)
     return found
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is not there."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise click.UsageError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 @click.command()
@@ -76,6 +89,8 @@ def _range(_context: click.Context, parameter: click.Parameter, value: str) -> t
 @setting("--peers-dir", ".venv-peers", "Where `make peers` put the environments.", FOLDER)
 @setting("--deadline", 900.0, "Seconds that a server has to answer everything.", click.FloatRange(min=1))
 @model_option
+@setting("--device", "cpu", 'Where all servers run: "cpu", "cuda", ...', str)
+@setting("--dtype", "float32", "Number format of the weights.", click.Choice(_DTYPES))
 @setting("--seed", 0, "Of lengths and arrivals.", int)
 @out_option
 @json_line
@@ -99,12 +114,13 @@ def serve(
     Then a steady load runs twice on kvboost serve, the second time with a long prompt in the middle: how
     much longer do the others wait for their next token while it is read?
 
-    All in float32 on the CPU. Takes about eight minutes with the default settings on two cores.
+    Takes about eight minutes with the default settings on two cores.
 
     \b
     make peers && kvboost bench serve --out results
     kvboost bench serve --only kvboost --only no_batching --requests 16
     kvboost bench serve --documents 6 --requests 24
+    kvboost bench serve --model random:8b --device cuda --dtype bfloat16 --requests 256 --rate 64
     """
     from kvboost.bench.serve import run
     from kvboost.bench.serve_load import ServeSettings
@@ -113,6 +129,7 @@ def serve(
     possible = (KVBOOST, ALONE) if options["documents"] else tuple(LABELS)
     if unfit := [name for name in contestants if name not in possible]:
         raise click.UsageError(f"--documents is for {KVBOOST} and {ALONE}; leave out --only {unfit[0]}")
+    check_device(options["device"])
     settings = ServeSettings(
         contestants=tuple(name for name in possible if not contestants or name in contestants),
         serve_flags=tuple(shlex.split(serve_flags)),

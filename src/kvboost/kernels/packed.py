@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvboost.kernels import positional
+from kvboost.errors import UnsupportedModelError
+from kvboost.kernels import observing, positional
+from kvboost.kernels.observing import Observed
 from kvboost.kernels.partial import merge, partial_attention
 from kvboost.kernels.positional import DeviceWork
 from kvboost.kernels.scope import AttentionCall, model_attention
@@ -88,7 +90,8 @@ class PackedAttention:
 
     `slots` and `positions` `[n]` say where the KV of the new tokens goes, and their positions in their
     sequences. Feeds of sequences that share a prefix should be adjacent. `windows` says how many tokens a
-    token sees, by attention module; None = all of them.
+    token sees, by attention module; None = all of them. With `observed`, all attention is to be by the kernel
+    for a GPU, and what is paid to each key is added up.
     """
 
     def __init__(
@@ -96,9 +99,11 @@ class PackedAttention:
         feeds: Sequence[Feed],
         device: torch.device,
         windows: Mapping[torch.nn.Module, int | None],
+        observed: Observed | None = None,
     ) -> None:
         self.feeds = tuple(feeds)
         self._windows = windows
+        self._observed = observed
         self.device = device
         self._starts = np.cumsum([0, *(feed.tokens for feed in feeds)]).tolist()
         self.host_slots = self._of_each(lambda own: own.start)
@@ -120,18 +125,29 @@ class PackedAttention:
         """Whether the kernel for a GPU computed some of it."""
         return bool(self._work)
 
-    def seen_keys(self) -> list[SeenKeys]:
-        """Which keys its queries see, those of several sequences together where they share them."""
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one new token, its newest."""
+        return len(self.feeds) == self._starts[-1] and all(feed.picks is None for feed in self.feeds)
+
+    def seen_keys(self, *, own_multiple: int = 1) -> list[SeenKeys]:
+        """Which keys its queries see, those of several sequences together where they share them.
+
+        Own stretches are lengthened to a multiple of `own_multiple`, by keys behind the newest token: nobody
+        sees those.
+        """
         ranges: dict[tuple[int, int], list[Stretch]] = {}
         for keys, first, last in self._shared:
             ranges.setdefault((first, last), []).append(keys)
         for feed, first, last in zip(self.feeds, self._starts, self._starts[1:], strict=False):
-            ranges.setdefault((first, last), []).append(feed.own)
+            start, length, position = feed.own
+            own = Stretch(start, -(-length // own_multiple) * own_multiple, position)
+            ranges.setdefault((first, last), []).append(own)
         return [SeenKeys(first, last, seen) for (first, last), seen in ranges.items()]
 
     def _of_each(self, base: Callable[[Stretch], int]) -> np.ndarray:
         """Per new token, its index in its sequence's own stretch, plus `base` of that stretch."""
-        if len(self.feeds) == self._starts[-1] and all(feed.picks is None for feed in self.feeds):
+        if self.is_decode:
             return np.array([feed.own.length - 1 + base(feed.own) for feed in self.feeds], dtype=np.int64)
         return np.concatenate([feed.indices + base(feed.own) for feed in self.feeds])
 
@@ -177,9 +193,11 @@ class PackedAttention:
 
         Returns `[1, n, heads, head_dim]`. The call's mask is ignored.
         """
-        on_gpu = call.query.is_cuda and call.query.device == self.device
-        if on_gpu and not positional.why_not(call):
-            return positional.attend(call, self._device_work(call), self._windows[call.module])
+        if positional.is_on_gpu(call, self.device) and not positional.why_not(call):
+            window = self._windows[call.module]
+            return observing.attend(call, self._device_work(call), window, self._observed)
+        if self._observed is not None:
+            raise UnsupportedModelError("a layer's attention cannot be observed")
         layer = _Layer(call, self._windows[call.module])
         if not call.is_plain:
             return self._one_by_one(call, layer)
@@ -202,7 +220,12 @@ class PackedAttention:
             tokens = len(self.host_positions)
             tile = positional.tile_of(call.group, call.query.shape[3], call.query.dtype, tokens)
             work = work_of(
-                self.seen_keys(), self.host_positions, group=call.group, kv_heads=kv_heads, tile=tile
+                self.seen_keys(),
+                self.host_positions,
+                group=call.group,
+                kv_heads=kv_heads,
+                tile=tile,
+                all_in_parts=self._observed is not None,
             )
             self._work[made_for] = DeviceWork.of(work, self.positions, heads, value_dim, tile)
         return self._work[made_for]

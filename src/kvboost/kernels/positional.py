@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvboost.kernels.scope import HARMLESS, AttentionCall, own_attention
+from kvboost.kernels.scope import HARMLESS, SINKS, SOFTCAP, AttentionCall, heeded
 from kvboost.kernels.work import Tile, Work
 
 try:  # comes with torch for CUDA
@@ -26,8 +26,6 @@ _MAX_HEAD_DIM = 256
 _MAX_GROUP = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MERGED_AT_ONCE = 32  # parts
-# Arguments that only some models pass, and that the kernel takes.
-_SOFTCAP, _SINKS = "softcap", "s_aux"
 
 
 if triton is not None:
@@ -144,9 +142,9 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _merge_parts(  # type: ignore[no-untyped-def]
-        OUT, PARTS, SUMS, PART_ENDS, PART_ROWS, SINKS,
+        OUT, PARTS, SUMS, PART_ENDS, PART_ROWS, SINKS, LSE,
         HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, AT_ONCE: tl.constexpr,
-        HAS_SINKS: tl.constexpr, FILL: tl.constexpr,
+        HAS_SINKS: tl.constexpr, FILL: tl.constexpr, TELLS_LSE: tl.constexpr,
     ):  # fmt: skip
         query, head = tl.program_id(0), tl.program_id(1)
         start = tl.load(PART_ENDS + query).to(tl.int32)
@@ -179,6 +177,10 @@ if triton is not None:
                 larger = tl.maximum(most, sink)
                 total = total * tl.exp2(most - larger) + tl.exp2(sink - larger)
                 out = out * tl.exp2(most - larger)
+                most = larger
+            if TELLS_LSE:  # of a query that sees nothing it is infinite, so that it pays nothing to any key
+                lse = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+                tl.store(LSE + query * HEADS + head, lse)
             out = out / tl.where(total > 0, total, 1.0)
             to = OUT + (query * HEADS + head) * VALUE_DIM + dv
             tl.store(to, out.to(OUT.dtype.element_ty), mask=dv < VALUE_DIM)
@@ -228,6 +230,11 @@ def is_available() -> bool:
     return triton is not None
 
 
+def is_on_gpu(call: AttentionCall, device: torch.device) -> bool:
+    """Whether a call is one for the kernel: on a GPU, where the tables are."""
+    return call.query.is_cuda and call.query.device == device
+
+
 def why_not(call: AttentionCall) -> str:
     """Why the kernel cannot compute a call; empty if it can."""
     query, key, value = call.query, call.key, call.value
@@ -235,11 +242,10 @@ def why_not(call: AttentionCall) -> str:
         return "Triton is missing"
     if query.shape[0] != 1 or call.dropout:
         return "attention with dropout or of several rows"
-    taken = () if own_attention() == "sdpa" else (_SOFTCAP, _SINKS)  # sdpa leaves these out, if it is asked
     extra = sorted(
         name
         for name, argument in call.extra.items()
-        if argument is not None and name not in HARMLESS and name not in taken
+        if argument is not None and name not in HARMLESS and name not in (SOFTCAP, SINKS)
     )
     if extra:
         return f"attention with {', '.join(extra)}"
@@ -261,17 +267,19 @@ def tile_of(group: int, head_dim: int, dtype: torch.dtype, queries: int) -> Tile
     return Tile(least, max(least, many))
 
 
-def attend(call: AttentionCall, work: DeviceWork, window: int | None) -> torch.Tensor:
+def attend(
+    call: AttentionCall, work: DeviceWork, window: int | None, lse: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention `[1, n, heads, head_dim]` of queries `[1, heads, n, head_dim]`.
 
-    Keys and values are slots `[1, kv_heads, slots, head_dim]`; the work says which of them are read.
+    Keys and values are slots `[1, kv_heads, slots, head_dim]`; the work says which of them are read. Where all
+    of it is in parts, `lse` `[n * heads]` takes the base-2 logarithm of every query's sum of exponentials.
     """
     query, value = call.query, call.value
     _, heads, tokens, _ = query.shape
     value_dim = value.shape[3]
     out = query.new_empty(1, tokens, heads, value_dim)
-    cap = call.extra.get(_SOFTCAP)
-    sinks = call.extra.get(_SINKS)
+    cap, sinks = heeded(call, SOFTCAP), heeded(call, SINKS)
     if sinks is not None:
         sinks = sinks.reshape(-1)
     for items, rows in ((work.narrow, work.tile.narrow), (work.wide, work.tile.wide)):
@@ -285,12 +293,14 @@ def attend(call: AttentionCall, work: DeviceWork, window: int | None) -> torch.T
             work.part_ends,
             work.part_rows,
             out if sinks is None else sinks,
+            out if lse is None else lse,
             HEADS=heads,
             VALUE_DIM=value_dim,
             DV=_power_of_two(value_dim),
             AT_ONCE=_MERGED_AT_ONCE,
             HAS_SINKS=sinks is not None,
             FILL=work.fill,
+            TELLS_LSE=lse is not None,
             num_warps=4,
         )
     return out

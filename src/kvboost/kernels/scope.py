@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,8 @@ from kvboost.compat import attention_function, mask_function, text_config
 from kvboost.identity.structure import BORROWED_NAMES, BorrowedName, own_name
 
 NAME = "kvboost_folded"  # of ours in the config of a model whose own attention is sdpa
+# Arguments that only some models pass, and that our kernel for GPUs takes: a soft cap, and attention sinks.
+SOFTCAP, SINKS = "softcap", "s_aux"
 # Arguments that do not change what attention computes.
 HARMLESS = frozenset(
     {
@@ -111,10 +113,28 @@ class ForwardScope:
 _SCOPE: ContextVar[ForwardScope | None] = ContextVar("kvboost_forward_scope", default=None)
 
 
-def own_attention() -> str:
-    """The name of the model's own attention implementation, inside of a scope."""
-    scope = _SCOPE.get()
-    return scope.own if scope is not None else ""
+def heeded(call: AttentionCall, name: str) -> Any:
+    """An argument that only some models pass; None where the model's own attention leaves it out.
+
+    Releases of transformers differ: their sdpa function left `softcap` out for years, and refuses it now.
+    """
+    argument, scope = call.extra.get(name), _SCOPE.get()
+    if argument is None or (scope is not None and scope.own == "sdpa" and _is_left_out(name)):
+        return None
+    return argument
+
+
+@cache
+def _is_left_out(name: str) -> bool:
+    """Whether transformers' sdpa function gives the same with such an argument as without it."""
+    states = torch.arange(32.0).reshape(1, 1, 4, 8).sin()
+    module, function = torch.nn.Module(), attention_function("sdpa")
+    argument = torch.ones(1) if name == SINKS else 0.1
+    try:
+        got = function(module, states, states, states, None, **{name: argument})[0]
+    except Exception:  # refused: the model itself cannot run so
+        return False
+    return torch.equal(got, function(module, states, states, states, None)[0])
 
 
 def model_attention(call: AttentionCall) -> torch.Tensor:

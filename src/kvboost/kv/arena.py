@@ -243,8 +243,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def own_copy(view: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A contiguous copy on `device` that keeps no larger storage alive (pinned next to a GPU)."""
-    pin = device.type == "cpu" and view.device.type == "cuda"
+    """A contiguous copy on `device` that keeps no larger storage alive."""
     with torch.inference_mode(False):
-        copy = torch.empty(view.shape, dtype=view.dtype, device=device, pin_memory=pin)
+        copy = torch.empty(view.shape, dtype=view.dtype, device=device)
     return copy.copy_(view)

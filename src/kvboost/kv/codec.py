@@ -10,18 +10,32 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from kvboost.choices import KVBits
+from kvboost.kernels import copying, dequantizing
+from kvboost.kernels.copying import Run
+from kvboost.kernels.dequantizing import QuantizedRun
+from kvboost.kernels.fallback import launched
 from kvboost.kv.arena import Arena, own_copy
+from kvboost.kv.device_tier import DeviceTier
 from kvboost.kv.layout import HeadBlock, KVLayout, Packed, head_blocks
+from kvboost.kv.offload import Arrival, offloader_of
+from kvboost.kv.pinned import POOL, pinned_copy
 from kvboost.kv.quantize import schemes
-from kvboost.kv.quantized_tensor import QuantizedTensor, Scheme, dequantize_into, quantize
+from kvboost.kv.quantized_tensor import (
+    QuantizedTensor,
+    Scheme,
+    dequantize_into,
+    form_of,
+    quantize,
+    rotation_of,
+)
 from kvboost.models import CachedChunk, CompositeChunk, PastKVType
 
 _Section = tuple[tuple[int, ...], torch.dtype]
@@ -69,12 +83,22 @@ def _padded_bytes(section: _Section) -> int:
 class KVCodec:
     """How chunks of one layout are kept: as they are (16 bits), or quantized into one buffer per slab."""
 
-    def __init__(self, layout: KVLayout, bits: KVBits = 16, device: torch.device | None = None) -> None:
-        """What is kept lies on `device`; None = where it was computed."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        bits: KVBits = 16,
+        device: torch.device | None = None,
+        tier: DeviceTier | None = None,
+    ) -> None:
+        """What is kept lies on `device`; None = where it was computed. A `tier` has copies of some of it."""
         self.layout = layout
         self.device = device
+        self.tier = tier
         self.bits: KVBits = bits
         self._parts: tuple[tuple[_Part, ...], ...] | None = None  # by slab
+        for spec in layout.slabs if device is not None and device.type == "cpu" else ():
+            if spec.device.type == "cuda":
+                POOL.serve(spec.device)
         if (chosen := schemes(bits)) is not None:
             parts = [
                 _Part(block, scheme, layout.slabs[block.slab].head_dim)
@@ -117,7 +141,7 @@ class KVCodec:
         """
         tokens = raw[0].shape[1]
         if self._parts is None:
-            return StoredKV(self, tuple(own_copy(part, self.device or part.device) for part in raw), tokens)
+            return self._kept(raw, tokens)
         buffers = []
         for (shape, dtype), parts, slab in zip(self.specs(tokens), self._parts, raw, strict=True):
             buffer = torch.zeros(shape, dtype=dtype, device=slab.device)
@@ -125,16 +149,35 @@ class KVCodec:
                 made = quantize(part.block.of(slab), part.scheme)
                 for view, tensor in zip(target.tensors, made.tensors, strict=True):
                     view.copy_(tensor)
-            elsewhere = self.device is not None and self.device != slab.device
-            buffers.append(own_copy(buffer, self.device) if elsewhere and self.device else buffer)
-        return StoredKV(self, tuple(buffers), tokens)
+            buffers.append(buffer)
+        if self.device is None or all(each.device == self.device for each in buffers):
+            return StoredKV(self, tuple(buffers), tokens)
+        return self._kept(buffers, tokens)
+
+    def _kept(self, tensors: Sequence[torch.Tensor], tokens: int) -> StoredKV:
+        """Copies where this codec keeps them; from a GPU to the host they may still be on their way."""
+        copies: list[torch.Tensor] = []
+        arrivals: list[Arrival] = []
+        for each in tensors:
+            home = self.device or each.device
+            if home.type == "cpu" and each.is_cuda:
+                copy, arrival = offloader_of(each.device).copy(each)
+                arrivals += [arrival] if arrival is not None else []
+            else:
+                copy = own_copy(each, home)
+            copies.append(copy)
+        stored = StoredKV(self, tuple(copies), tokens, tuple(arrivals))
+        if self.tier is not None and arrivals:
+            self.tier.begin_round()
+            self.tier.keep(stored, tensors)
+        return stored
 
     def settled(self, tensors: Packed) -> Packed:
         """Tensors from a file, moved to where this codec keeps them: on a device, or pinned next to a GPU."""
         homes = [spec.device if self.device is None else self.device for spec in self.layout.slabs]
         near_gpu = [spec.device.type == "cuda" for spec in self.layout.slabs]
         return tuple(
-            tensor.pin_memory() if home.type == "cpu" and pin else tensor.to(home)
+            pinned_copy(tensor) if home.type == "cpu" and pin else tensor.to(home)
             for tensor, home, pin in zip(tensors, homes, near_gpu, strict=True)
         )
 
@@ -157,6 +200,26 @@ class KVCodec:
                 out = part.block.of(slab[:, start : start + end - offset])
                 dequantize_into(quantized, out, offset)
 
+    def decode_all(
+        self, placements: Sequence[tuple[Packed, Placement]], slabs: Sequence[torch.Tensor]
+    ) -> None:
+        """Write pieces of quantized chunks to their slots, one launch for all heads that are kept alike.
+
+        Every placement comes with what its chunk keeps, on the device of `slabs` `[heads, slots, head_dim]`.
+        """
+        assert self._parts is not None
+        for number, (slab, parts) in enumerate(zip(slabs, self._parts, strict=True)):
+            runs: dict[_Part, list[QuantizedRun]] = {part: [] for part in parts}
+            for kept, (kv, start, offset, end) in placements:
+                for part, quantized in _placed(parts, kept[number], kv.tokens):
+                    run = QuantizedRun(quantized.tensors, kv.tokens, offset, end - offset, start)
+                    runs[part].append(run)
+            for part, each in runs.items():
+                block, form = part.block, form_of(part.scheme, part.head_dim)
+                rows = [first + head for first in block.firsts for head in range(block.heads_per_layer)]
+                rotation = rotation_of(part.scheme, part.head_dim, slab.device)
+                dequantizing.dequantize_runs(slab, rows, each, form, rotation)
+
 
 def _placed(
     parts: Sequence[_Part], buffer: torch.Tensor, tokens: int
@@ -171,29 +234,59 @@ def _placed(
 
 @dataclass(frozen=True, eq=False)
 class StoredKV:
-    """KV of `tokens` tokens as `codec` keeps it. Without tensors it lies on disk, and is loaded first."""
+    """KV of `tokens` tokens as `codec` keeps it. Without tensors it lies on disk, and is loaded first.
+
+    Until their `arrivals` the tensors are still on their way from a GPU: `tensors` waits for that.
+    """
 
     codec: KVCodec
-    tensors: Packed
+    kept: Packed
     tokens: int
+    arrivals: tuple[Arrival, ...] = ()
+
+    @property
+    def tensors(self) -> Packed:
+        """What is kept, for the host to read."""
+        for each in self.arrivals:
+            each.wait()
+        return self.kept
+
+    def near(self, devices: Iterable[torch.device]) -> Packed:
+        """What is kept, for `devices` to read next: copies that lie there, or what is in their reach."""
+        devices, tier = set(devices), self.codec.tier
+        found = tier.found(self) if tier is not None and devices == {tier.device} else None
+        if found is not None:
+            return found
+        for arrival in self.arrivals:
+            for device in devices:
+                arrival.order(device)
+        if tier is not None and devices == {tier.device}:
+            found = tier.keep(self, self.kept)
+        return found or self.kept
 
     @property
     def is_loaded(self) -> bool:
-        return bool(self.tensors)
+        return bool(self.kept)
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.kept)
 
     def without_tensors(self) -> StoredKV:
         """The same chunk once its tensors are dropped."""
         return StoredKV(self.codec, (), self.tokens)
 
+    @cached_property
+    def is_reachable(self) -> bool:
+        """Whether a GPU can copy it together with others from where it is kept."""
+        return all(
+            copying.is_reachable(tensor) and (tensor.is_cuda or POOL.owns(tensor)) for tensor in self.kept
+        )
+
     def place(self, arena: Arena, start: int, offset: int, end: int) -> None:
         """Write its tokens `[offset, end)` to slots from `start` on, in every sequence."""
-        self.codec.decode_into(
-            self.tensors, self.tokens, [slab[0] for slab in arena.slabs], start, offset, end
-        )
+        near = self.near(slab.device for slab in arena.slabs)
+        self.codec.decode_into(near, self.tokens, [slab[0] for slab in arena.slabs], start, offset, end)
         stop = start + end - offset
         for slab in arena.slabs if arena.batch > 1 else ():
             slab[1:, :, start:stop] = slab[:1, :, start:stop]
@@ -213,6 +306,54 @@ class StoredKV:
     def past_key_values(self) -> PastKVType:
         """`[1, kv_heads, tokens, head_dim]` per layer: views where nothing is quantized."""
         return self.codec.layout.unpack(self.decoded())
+
+
+class Placement(NamedTuple):
+    """Tokens `[offset, end)` of stored KV, and the slot of the first of them."""
+
+    kv: StoredKV
+    start: int
+    offset: int
+    end: int
+
+
+def place_all(placements: Iterable[Placement], arena: Arena) -> None:
+    """Write stored KV to slots of an arena that do not overlap; on a GPU in one launch, where it can."""
+    devices = {slab.device for slab in arena.slabs}
+    slabs = [slab[0] for slab in arena.slabs]
+    at_once = arena.batch == 1 and all(map(copying.takes_runs, slabs))
+    decodes = arena.batch == 1 and all(dequantizing.can_dequantize(slab, slab.shape[2]) for slab in slabs)
+    runs: list[list[Run]] = [[] for _ in slabs]
+    rounds: set[DeviceTier] = set()
+    quantized: dict[KVCodec, list[tuple[Packed, Placement]]] = {}
+    for each in placements:
+        kv, start, offset, end = each
+        if end <= offset:
+            continue
+        if (tier := kv.codec.tier) is not None and tier not in rounds:
+            rounds.add(tier)
+            tier.begin_round()
+        if not (decodes if kv.codec.is_lossy else at_once):
+            kv.place(arena, start, offset, end)
+            continue
+        near = kv.near(devices)
+        if kv.codec.is_lossy:
+            there = tuple(
+                part.to(slab.device, non_blocking=True) for part, slab in zip(near, slabs, strict=True)
+            )
+            quantized.setdefault(kv.codec, []).append((there, each))
+        elif near is kv.kept and not kv.is_reachable:
+            kv.place(arena, start, offset, end)
+        else:
+            for taken, tensor in zip(runs, near, strict=True):
+                taken.append(Run(tensor, offset, end - offset, start))
+    for slab, taken in zip(slabs, runs, strict=True):
+        if taken:
+            copying.copy_in(slab, taken)
+    for codec, pieces in quantized.items():
+        if not launched("quantized KV", partial(codec.decode_all, pieces, slabs)):
+            for _, (kv, start, offset, end) in pieces:
+                kv.place(arena, start, offset, end)
 
 
 class KeptChunk(CachedChunk):

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from kvboost.errors import InvalidRequestError, UnstorableKVError
+from kvboost.kernels.dequantizing import Form, padded
 
 NOT_FINITE = "not finite"
 TOO_LARGE = "too large to be quantized"
@@ -314,6 +315,32 @@ def _scratch(use: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if buffer.nbytes <= _MOST_SCRATCH_BYTES:
             kept[use, dtype] = buffer
     return buffer[: like.numel()].view(like.shape)
+
+
+def form_of(scheme: Scheme, head_dim: int) -> Form:
+    """A scheme as the kernel for GPUs takes it."""
+    per_channel = scheme.per == "channel"
+    groups = 1 if per_channel else scheme.steps_shape(1, head_dim)[1]
+    return Form(
+        scheme.bits,
+        per_channel,
+        scheme.group if per_channel else head_dim // groups,
+        groups,
+        scheme.keep_first,
+        scheme.code_bytes(head_dim),
+    )
+
+
+@lru_cache(maxsize=32)
+def rotation_of(scheme: Scheme, head_dim: int, device: torch.device) -> torch.Tensor | None:
+    """What heads are multiplied with after decoding, `[channels, channels]` padded; None: nothing."""
+    size = min(scheme.hadamard, head_dim & -head_dim)
+    if size == 1:
+        return None
+    matrix = torch.zeros(padded(head_dim), padded(head_dim), device=device)
+    for at in range(0, head_dim, size):
+        matrix[at : at + size, at : at + size] = _hadamard(size, torch.float32, device)
+    return matrix
 
 
 @lru_cache(maxsize=32)

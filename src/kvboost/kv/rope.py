@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from kvboost.compat import (
     rotary_modules,
     text_config,
 )
+from kvboost.kernels import turning
+from kvboost.kernels.fallback import launched
 from kvboost.kernels.windows import windows_of
 from kvboost.kv.arena import Arena
 from kvboost.kv.layout import HeadRange, KVLayout, head_blocks
@@ -177,6 +179,35 @@ class KeyRotation:
             for number, block in enumerate(torch.split(keys, size, dim=-2)):
                 here = shift if isinstance(shift, int) else shift[number * size : (number + 1) * size]
                 _turn_(block, turn, here)
+
+    def rotate_all_(
+        self,
+        slabs: Sequence[torch.Tensor],
+        layout: KVLayout,
+        stretches: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Move the keys at positions `[start, end)` of each stretch by its shift, in place.
+
+        On a GPU in one launch. `slabs` are `[1, heads, tokens, head_dim]` as `layout` says.
+        """
+        moved = [each for each in stretches if each[2] and each[1] > each[0]]
+        if not moved:
+            return
+        rows: dict[tuple[Turn, int], list[int]] = {}
+        for turn, (keys, _) in zip(self.layers, layout.layers, strict=True):
+            if turn is not None:
+                rows.setdefault((turn, keys.slab), []).extend(range(keys.start, keys.end))
+        launches = [
+            partial(turning.turn, slabs[number][0], heads, moved, turn.inv_freq, interleaved=turn.interleaved)
+            for (turn, number), heads in rows.items()
+        ]
+        can_turn = all(slab.shape[0] == 1 and turning.can_turn(slab[0]) for slab in slabs)
+        if launches and can_turn and launched("turning keys", launches[0]):
+            for launch in launches[1:]:
+                launch()
+            return
+        for start, end, shift in moved:
+            self.rotate_(slabs, layout, start, end, shift)
 
     def _views(
         self, slabs: Sequence[torch.Tensor], layout: KVLayout, start: int, end: int

@@ -19,6 +19,9 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kernels import linears
 from kvboost.kv import rope
 from kvboost.kv.codec import KVCodec
+from kvboost.kv.device_tier import DeviceTier
+from kvboost.kv.offload import ring_bytes
+from kvboost.kv.pinned import POOL
 from kvboost.parts.model_fit import ModelFit, check_model
 from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration
@@ -79,9 +82,7 @@ class EngineParts:
         self.workspace = Workspace(self.layout)
         self.arena_holders: list[ArenaHolder] = [self.workspace]
         self.approximation = Approximation(model, settings, self.fit.rotation, self.fit.costs)
-        self.codec = KVCodec(
-            self.layout, settings.bits, device=torch.device("cpu") if settings.cache_device == "cpu" else None
-        )
+        self.codec = self._make_codec()
         self.assembler = PromptAssembler(
             self.manager,
             AssemblyMode.PREFIX_ONLY,
@@ -108,6 +109,18 @@ class EngineParts:
         self.loader = ChunkLoader(self.assembler, self.manager, self.disk)
         self.recorder = Recorder(settings, self.manager, self.writer, self.loader, self.reader)
         self.fit.start_watching(settings.weights_check_seconds)  # last: nothing can fail behind it
+
+    def _make_codec(self) -> KVCodec:
+        """How KV is kept: in RAM, with copies on a GPU in front, or with the model."""
+        settings, device = self.settings, self.layout.slabs[0].device
+        if settings.cache_device != "cpu":
+            return KVCodec(self.layout, settings.bits)
+        in_one_place = all(spec.device == device for spec in self.layout.slabs)
+        if settings.gpu_cache_bytes and (device.type != "cuda" or not in_one_place):
+            where = device if in_one_place else "several devices"
+            raise InvalidRequestError(f"gpu_cache_bytes needs a model on a GPU, and this one is on {where}")
+        tier = DeviceTier.of(device, settings.gpu_cache_bytes) if in_one_place else None
+        return KVCodec(self.layout, settings.bits, torch.device("cpu"), tier)
 
     def _open_disk(self) -> DiskCache | None:
         """The tier that `disk_cache_dir` names, behind threads that save and read."""
@@ -211,6 +224,7 @@ class EngineParts:
             self.disk.close()
         self.reader.answers.clear()
         self.manager.drop_all()
+        POOL.trim()
         self.fit.close()
 
     def stats(self) -> dict[str, Any]:
@@ -221,4 +235,8 @@ class EngineParts:
             "packed_weights_bytes": linears.packed_bytes(self.model),
             "remembered_answers_bytes": self.reader.answers.size_bytes,
         }
+        if self.codec.tier is not None:
+            stats["gpu_cache"] = self.codec.tier.stats()
+        if self.layout.slabs[0].device.type == "cuda":
+            stats["transfers"] = {"pinned_bytes": POOL.nbytes, "ring_bytes": ring_bytes()}
         return stats if self.disk is None else {**stats, "disk": self.disk.stats()}

@@ -17,7 +17,7 @@ import torch
 from kvboost.choices import AssemblyMode
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.arena import Arena
-from kvboost.kv.codec import KeptChunk, StoredKV
+from kvboost.kv.codec import KeptChunk, Placement, StoredKV, place_all
 from kvboost.kv.rope import KeyRotation
 from kvboost.models import AssembledPrompt, TokenIds
 from kvboost.reuse.plan import GENERATION_REASON, UNPAID_REASON, PlanPart, ReusePlan
@@ -145,13 +145,15 @@ class PromptAssembler:
     ) -> None:
         """Copy parts of plans into their slots of `arena`, and re-rotate the keys of what moved."""
         for part in parts:
-            for piece in part.pieces:
-                _copy(piece, arena, loaded or {}, part.shift)
-            for start, end, moved in _stretches(part.pieces):
-                if moved:
-                    assert self._rotation is not None
-                    first, last = start + part.shift, end + part.shift
-                    self._rotation.rotate_(arena.slabs, arena.layout, first, last, moved)
+            place_all((_placement(piece, loaded or {}, part.shift) for piece in part.pieces), arena)
+            moved = [
+                (start + part.shift, end + part.shift, shift)
+                for start, end, shift in _stretches(part.pieces)
+                if shift
+            ]
+            if moved:
+                assert self._rotation is not None
+                self._rotation.rotate_all_(arena.slabs, arena.layout, moved)
             for overlay in part.overlays:
                 inside = (overlay.positions >= part.start) & (overlay.positions < part.end)
                 columns = torch.from_numpy(np.flatnonzero(inside))
@@ -211,9 +213,9 @@ def chunks_of(parts: Sequence[PlanPart]) -> list[KeptChunk]:
     return list({piece.chunk.chunk_id: piece.chunk for part in parts for piece in part.pieces}.values())
 
 
-def _copy(piece: ChunkMatch, arena: Arena, loaded: Mapping[str, StoredKV], shift: int = 0) -> None:
+def _placement(piece: ChunkMatch, loaded: Mapping[str, StoredKV], shift: int) -> Placement:
     kv = piece.chunk.kv if piece.chunk.kv.is_loaded else loaded[piece.chunk.chunk_id]
-    kv.place(arena, piece.start + shift, piece.offset, piece.offset + piece.end - piece.start)
+    return Placement(kv, piece.start + shift, piece.offset, piece.offset + piece.end - piece.start)
 
 
 def _stretches(pieces: Sequence[ChunkMatch]) -> Iterator[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +55,26 @@ class RepairStrategy(ABC):
     def describe(self, reused: int) -> str:
         """How many of `reused` approximate tokens are computed again, in words."""
         return f"of {reused:,} approximate tokens some"
+
+    @property
+    def observes(self) -> int:
+        """Of how many tokens at the end of a prompt `choose_by` wants to know the attention; 0 = of none.
+
+        Such a strategy can choose without an arena of its own.
+        """
+        return 0
+
+    def choose_by(
+        self,
+        attention: Callable[[], torch.Tensor | None],
+        total: int,
+        runs: Sequence[ReusedRun],
+    ) -> np.ndarray:
+        """As `choose` does for a prompt of `total` tokens, from the attention `[tokens]` that these get.
+
+        `attention` finds that out when it is called, or returns None where the model does not let it be seen.
+        """
+        raise NotImplementedError
 
     @property
     def rewrites_all(self) -> bool:

@@ -20,17 +20,18 @@ import torch
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.identity.weights import places_of, versions_of
-from kvboost.kernels import positional
+from kvboost.kernels import observing, positional
 from kvboost.kernels.packed import PackedAttention
 from kvboost.kernels.scope import AttentionCall, forward_scope
 from kvboost.kernels.windows import windows_of
-from kvboost.kernels.work import Work, work_of
+from kvboost.kernels.work import SeenKeys, Work, work_of
 from kvboost.kv.arena import Arena
 from kvboost.run.step_tables import TOKENS, LayerShape, Size, StepTables, part_buffers
 
 _MOST_BYTES = 2 << 30  # of all graphs
 _OFTEN = 2  # a size is captured that so many steps have missed
 _MOST_DOUBLED = 6
+_OWN_MULTIPLE = 64  # keys
 _TOLERANCE = 2e-2  # between a forward and its replay, of the norm of the logits
 
 
@@ -63,6 +64,7 @@ class CapturedSteps:
         self._refusal: str | None = None  # None: not tried yet
         self._graph_bytes = 0
         self._drops = 0
+        self._last_works: tuple[StepTables, list[SeenKeys], dict[LayerShape, Work]] | None = None
         self._keeps = True  # the model gives the logits that are asked for, and no others
         self.counts = CaptureCounts()
 
@@ -89,8 +91,32 @@ class CapturedSteps:
 
         They are good until the next step. None: there is no graph for it.
         """
+        graph = self._replayed(Size.holding(len(token_ids), len(keep)), state, attention, token_ids, keep)
+        return (graph.logits[: len(keep)], graph.largest[: len(keep)]) if graph is not None else None
+
+    def observe(
+        self, state: Hashable, attention: PackedAttention, token_ids: np.ndarray, blocks: np.ndarray
+    ) -> torch.Tensor | None:
+        """How much attention is paid to the keys in `blocks` `[n, 3]`, `[positions]`, until the next step.
+
+        None: there is no graph for it.
+        """
+        size = Size.holding(len(token_ids), 1, observed=True)
+        last = np.array([len(token_ids) - 1])
+        graph = self._replayed(size, state, attention, token_ids, last, blocks)
+        return graph.tables.observed.scores if graph is not None and graph.tables.observed else None
+
+    def _replayed(
+        self,
+        size: Size | None,
+        state: Hashable,
+        attention: PackedAttention,
+        token_ids: np.ndarray,
+        keep: np.ndarray,
+        blocks: np.ndarray | None = None,
+    ) -> _Graph | None:
+        """The graph of a size, once it has run a step; None where there is none, or it has no room."""
         self._check(state)
-        size = Size.holding(len(token_ids), len(keep))
         if size is None or self._refusal:
             return None
         graph = self._graphs.get(size)
@@ -99,21 +125,31 @@ class CapturedSteps:
             self.counts.missed_steps += 1
             return None
         works = self._works_of(attention, graph.tables)
-        if works is None:
+        if works is None or (blocks is not None and not graph.tables.holds_blocks(blocks)):
             self.counts.missed_steps += 1
             return None
-        graph.tables.fill(attention, token_ids, keep, works)
+        graph.tables.fill(attention, token_ids, keep, works, blocks)
         graph.graph.replay()
         self.counts.replayed_steps += 1
-        return graph.logits[: len(keep)], graph.largest[: len(keep)]
+        return graph
 
     def _works_of(self, attention: PackedAttention, tables: StepTables) -> dict[LayerShape, Work] | None:
-        """The work of a step by the shape of layers; None where it is too much for the tables."""
-        seen, found = attention.seen_keys(), {}
+        """The work of a step by the shape of layers; None where it is too much for the tables.
+
+        While sequences decode, it is the same from step to step, but for positions: the last keys of each are
+        in it before they are seen.
+        """
+        seen, positions = attention.seen_keys(), attention.host_positions
+        if attention.is_decode:
+            seen = attention.seen_keys(own_multiple=_OWN_MULTIPLE)
+            if self._last_works is not None and self._last_works[:2] == (tables, seen):
+                return self._last_works[2]
+            positions = positions + _OWN_MULTIPLE  # as far as anything reaches
+        found: dict[LayerShape, Work] = {}
         for shape in self._shapes:
             cut = work_of(
                 seen,
-                attention.host_positions,
+                positions,
                 group=shape.group,
                 kv_heads=shape.kv_heads,
                 tile=shape.tile,
@@ -122,6 +158,7 @@ class CapturedSteps:
             if not tables.holds(shape, cut):
                 return None
             found[shape] = cut
+        self._last_works = (tables, seen, found) if attention.is_decode else None
         return found
 
     def capture(self, state: Hashable, sizes: list[Size] | None = None) -> None:
@@ -152,6 +189,7 @@ class CapturedSteps:
         self.counts.dropped += len(self._graphs)
         self._drops += bool(self._graphs)
         self._wanted.clear()
+        self._last_works = None
         self._graphs, self._pool, self._parts, self._graph_bytes = {}, None, None, 0
         self._refusal = why
 
@@ -173,7 +211,14 @@ class CapturedSteps:
                     return
                 self._parts = part_buffers(self._shapes, device)
             assert self._parts is not None
-            tables = StepTables(size, self._shapes, self._spare_slot, self._parts, self._arena.slabs[0])
+            tables = StepTables(
+                size,
+                self._shapes,
+                self._spare_slot,
+                self._parts,
+                self._arena.slabs[0],
+                self._arena.capacity,
+            )
             attention = _StaticAttention(tables, windows_of(self._model).by_module)
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -228,6 +273,8 @@ class CapturedSteps:
 
     def _forward(self, tables: StepTables, attention: Any) -> torch.Tensor:
         """Logits `[logits, vocab]` of the step that the tables hold."""
+        if tables.observed is not None:
+            tables.observed.scores.zero_()
         logits = self._all_logits(tables, attention)
         return logits if self._keeps else logits[tables.keep]
 
@@ -276,7 +323,8 @@ class _StaticAttention:
         head_dim, value_dim = call.query.shape[3], call.value.shape[3]
         tile = positional.tile_of(call.group, head_dim, call.query.dtype, TOKENS[0])
         shape = LayerShape(call.group, call.key.shape[1], head_dim, value_dim, tile)
-        return positional.attend(call, self._tables.works[shape], self._windows[call.module])
+        work, window = self._tables.works[shape], self._windows[call.module]
+        return observing.attend(call, work, window, self._tables.observed)
 
 
 class _Graph(NamedTuple):

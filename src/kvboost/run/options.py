@@ -67,6 +67,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")  # have no e
 _NOT_CHOOSING = frozenset(
     {
         "max_new_tokens",
+        "min_new_tokens",  # the sampler sees to it
         "eos_token_id",
         "pad_token_id",
         "bos_token_id",
@@ -136,9 +137,12 @@ class GenerationOptions:
     def is_plain_greedy(self) -> bool:
         """Whether transformers would do nothing but take the largest logit until an end token comes.
 
-        True only where no field but those known to change nothing else differs from its default.
+        End tokens may be barred from the first `min_new_tokens`. True only where no field but those known to
+        change nothing else differs from its default.
         """
         if self.call_options.keys() - {"streamer"} or self.config.do_sample:
+            return False
+        if type(self.config.min_new_tokens) not in (int, type(None)):
             return False
         return all(
             value is None or name in _NOT_CHOOSING or value in (_DEFAULTS.get(name), _IDLE.get(name))

@@ -8,6 +8,7 @@ and not how tokens are chosen.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ import torch
 
 from kvboost.compat import probing, text_config
 from kvboost.errors import UnsupportedModelError
+from kvboost.kernels.observing import Observed, blocks_of
 from kvboost.kernels.packed import Feed, PackedAttention
 from kvboost.kernels.scope import forward_scope
 from kvboost.kernels.windows import windows_now, windows_of
@@ -26,6 +28,7 @@ from kvboost.kv.arena import Arena
 from kvboost.kv.layout import KVLayout, Packed
 from kvboost.run.captured import CapturedSteps
 
+_log = logging.getLogger(__name__)
 # Tokens of one forward, on a CPU and on a GPU, and the logits that it may give, in elements.
 _MAX_TOKENS = {False: 2048, True: 8192}
 _MAX_LOGITS = 1 << 26
@@ -95,6 +98,10 @@ class SequenceKV:
             parts.append(self.arena.gathered(inside + shift))
         return self._joined(parts)
 
+    def stretches(self, start: int, end: int) -> list[Stretch]:
+        """Where the KV of positions `[start, end)` lies."""
+        return [Stretch(first + shift, last - first, first) for first, last, shift in self._in(start, end)]
+
     def _in(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Positions `[first, last)` of each segment within `[start, end)`, and how far on their slots are."""
         for segment in (*self.last.before, self.last):
@@ -151,11 +158,16 @@ class ForwardLogits:
 
 @dataclass
 class StepCounts:
-    """Forwards of packed steps: `captured` ones, those whose attention our GPU kernel computed, and all."""
+    """Forwards of packed steps: `captured` ones, those whose attention our GPU kernel computed, and all.
+
+    `probes` are forwards whose attention was observed.
+    """
 
     forwards: int = 0
     captured: int = 0
     by_kernel: int = 0
+    probes: int = 0
+    captured_probes: int = 0
 
 
 class PackedModel:
@@ -169,6 +181,7 @@ class PackedModel:
         if spare_slot is not None and self._device.type == "cuda":
             self.captured = CapturedSteps(model, arena, spare_slot)
         self.counts = StepCounts()
+        self._is_unobservable = False
 
     def stats(self) -> dict[str, Any]:
         """Forwards: all, by our GPU kernel, captured ones; graphs and their memory, or why there are none."""
@@ -199,6 +212,44 @@ class PackedModel:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 forward = self._forward(extensions, block, state)
             yield forward
+
+    def observe(
+        self,
+        seen: Sequence[Stretch],
+        token_ids: np.ndarray,
+        own: Stretch,
+        state: Hashable = None,
+    ) -> torch.Tensor | None:
+        """How much attention `token_ids` `[n]` pay to each key of `seen`, and to their own, `[positions]`.
+
+        The highest attention probability that any of them gives it, summed over layers and heads. Their KV
+        goes to `own`. None where that cannot be seen: without the kernel for GPUs, or with other attention.
+        """
+        if self._is_unobservable:
+            return None
+        blocks = blocks_of([*seen, own])
+        windows = windows_of(self._model).by_module
+        attention = PackedAttention([Feed(own, len(token_ids), tuple(seen))], self._device, windows)
+        self._arena.set_length(self._arena.capacity)
+        self.counts.probes += 1
+        if self.captured is not None:
+            scores = self.captured.observe(state, attention, token_ids, blocks)
+            if scores is not None:
+                self.counts.captured_probes += 1
+                return scores
+        observed = Observed.of(blocks, own.position + own.length, len(token_ids), self._device)
+        attention = PackedAttention(attention.feeds, self._device, windows, observed)
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                self._eager(attention, token_ids, np.array([len(token_ids) - 1]))
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a kernel that cannot be made for this model: there is another way
+            self._is_unobservable = True
+            if not isinstance(error, UnsupportedModelError):
+                _log.warning("attention cannot be observed in place: %s", error)
+            return None
+        return observed.scores
 
     def _forward(
         self, extensions: Sequence[Extension], block: Sequence[_Part], state: Hashable

@@ -64,9 +64,11 @@ class SequenceSampler:
         self._processors = LogitsProcessorList()
         self._criteria = StoppingCriteriaList()
         self._max_length = len(token_ids) + options.max_new_tokens
+        self._least_tokens = 0  # before these, no end token is taken; else a processor sees to it
         device = model.get_input_embeddings().weight.device
         if options.is_plain_greedy:
             self._ends = frozenset(options.end_tokens)
+            self._least_tokens = options.config.min_new_tokens or 0
         else:
             self._take_from_generate(model, tokenizer, token_ids, index)
         self._generator: torch.Generator | None = None
@@ -100,12 +102,20 @@ class SequenceSampler:
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token `[]` from `logits` `[vocab]`, where these are: nothing waits for the device."""
         if not self._processors and not self.options.config.do_sample:
+            if len(self.new_ids) < self._least_tokens and self._ends:
+                ends = [end for end in self._ends if 0 <= end < len(logits)]
+                barred = torch.tensor(ends, dtype=torch.long, device=logits.device)
+                logits = logits.index_fill(0, barred, -torch.inf)
             return logits.argmax(-1)
         # A copy: processors may write into what they are given.
         scores = self._processors(self._so_far, logits.unsqueeze(0).to(torch.float32, copy=True))
         if not self.options.config.do_sample:
             return torch.argmax(scores[0])
         return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0, 0]
+
+    def refuses(self, token: int) -> bool:
+        """Whether the token with the largest logit is an end that comes too early."""
+        return len(self.new_ids) < self._least_tokens and token in self._ends
 
     def append(self, token: int) -> None:
         """Take the next token, and note whether it was the last."""
@@ -146,7 +156,8 @@ def choose_tokens(forward: ForwardLogits, samplers: Mapping[int, SequenceSampler
     for row, sampler in samplers.items():
         if row not in failed:
             try:
-                sampler.append(int(found[row]))
+                early = row not in chosen and sampler.refuses(found[row])
+                sampler.append(int(sampler.choose(forward.logits[row]) if early else found[row]))
             except Exception as error:  # a stopping criterion of the request
                 failed[row] = error
     return failed

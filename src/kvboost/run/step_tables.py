@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvboost.kernels import work
+from kvboost.kernels import observing, work
+from kvboost.kernels.observing import Observed
 from kvboost.kernels.packed import PackedAttention
 from kvboost.kernels.positional import DeviceWork
 from kvboost.kernels.work import ITEM_FIELDS, RANGE_FIELDS, Tile, Work
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MOST_LOGITS = 64
+_MOST_OBSERVED = 32  # tokens whose attention is observed
+_BROKEN_BLOCKS = 512  # of keys, beside those that are full
 _MOST_PARTS = 4_096  # of queries in one step; each takes the size of an output in float32
 _RANGES_PER_TOKEN = 8
 
@@ -27,6 +30,7 @@ class Size(NamedTuple):
 
     tokens: int
     logits: int
+    observed: bool = False  # attention of its tokens to all others is added up
 
     @classmethod
     def all(cls, sequences: int) -> list[Size]:
@@ -37,11 +41,13 @@ class Size(NamedTuple):
         return single + [size for size in several if most > 1 and size.logits < 2 * most]
 
     @classmethod
-    def holding(cls, tokens: int, logits: int) -> Size | None:
+    def holding(cls, tokens: int, logits: int, *, observed: bool = False) -> Size | None:
         """The smallest for so many; None where they are too many."""
         fitting = next((each for each in TOKENS if each >= tokens), None)
         if fitting is None or logits > _MOST_LOGITS:
             return None
+        if observed:
+            return cls(fitting, 1, observed) if fitting <= _MOST_OBSERVED else None
         return cls(fitting, 1 if logits <= 1 else min(fitting, _MOST_LOGITS))
 
 
@@ -68,7 +74,8 @@ class LayerShape(NamedTuple):
 class StepTables:
     """All that a captured step reads, in one piece of memory on the device and its twin on the host.
 
-    A token that is not there is token 0 at position 0, sees nothing, and its KV goes to the spare slot.
+    A token that is not there is token 0 at position 0, sees nothing, and its KV goes to the spare slot. Of
+    attention that is observed, `most_positions` keys are.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class StepTables:
         spare_slot: int,
         parts: tuple[torch.Tensor, torch.Tensor] | None,
         like: torch.Tensor,
+        most_positions: int = 0,
     ) -> None:
         device = like.device
         fields: dict[Any, tuple[int, ...]] = {
@@ -93,6 +101,8 @@ class StepTables:
             fields[shape, "ranges"] = (narrow + wide + _RANGES_PER_TOKEN * size.tokens, RANGE_FIELDS)
             fields[shape, "part_ends"] = (size.tokens + 1,)
             fields[shape, "part_rows"] = (_MOST_PARTS,)
+        if size.observed:
+            fields["blocks"] = (most_positions // observing.KEYS + _BROKEN_BLOCKS, observing.BLOCK_FIELDS)
         sizes = {name: int(np.prod(each)) for name, each in fields.items()}
         total = sum(sizes.values())
         on_gpu = device.type == "cuda"
@@ -106,6 +116,7 @@ class StepTables:
             on_device[name] = self._device[at : at + sizes[name]].view(each)
             at += sizes[name]
         self._spare_slot = spare_slot
+        self._filled_with: Mapping[LayerShape, Work] | None = None
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self.token_ids, self.positions = on_device["token_ids"], on_device["positions"]
         self.slots, self.keep = on_device["slots"], on_device["keep"]
@@ -127,6 +138,12 @@ class StepTables:
             for shape in shapes
         }
 
+        self.observed: Observed | None = None
+        if size.observed:
+            scores = torch.zeros(most_positions, dtype=torch.float32, device=device)
+            lse = torch.zeros(size.tokens * max(shape.heads for shape in shapes), device=device)
+            self.observed = Observed(on_device["blocks"], scores, lse)
+
     @property
     def nbytes(self) -> int:
         return int(self._device.nbytes)
@@ -141,14 +158,21 @@ class StepTables:
         )
         return all(len(table) <= len(self._fields[shape, name]) for name, table in each)
 
+    def holds_blocks(self, blocks: np.ndarray) -> bool:
+        """Whether there is room for so many blocks of keys, at their positions."""
+        if self.observed is None or len(blocks) > len(self._fields["blocks"]):
+            return False
+        return int((blocks[:, 1] + blocks[:, 2]).max(initial=0)) <= len(self.observed.scores)
+
     def fill(
         self,
         attention: PackedAttention,
         token_ids: np.ndarray,
         keep: np.ndarray,
         works: Mapping[LayerShape, Work],
+        blocks: np.ndarray | None = None,
     ) -> None:
-        """Take the tables of a step, which must have room."""
+        """Take the tables of a step, which must have room; `blocks` `[n, 3]` of keys are observed."""
         assert self._copied is not None
         self._copied.synchronize()  # the host's memory is read until then
         tokens = len(token_ids)
@@ -160,7 +184,7 @@ class StepTables:
         ):
             self._fields[name][: len(values)] = values
             self._fields[name][len(values) :] = rest
-        for shape, cut in works.items():
+        for shape, cut in works.items() if works is not self._filled_with else ():
             for name, table in (("narrow", cut.narrow), ("wide", cut.wide)):
                 self._fields[shape, name][: len(table)] = table
                 self._fields[shape, name][len(table) :, 1] = 0  # no queries
@@ -168,6 +192,10 @@ class StepTables:
             self._fields[shape, "part_rows"][: cut.parts] = cut.part_rows
             ends = self._fields[shape, "part_ends"]
             ends[: tokens + 1], ends[tokens + 1 :] = cut.part_ends, cut.part_ends[-1]
+        if blocks is not None:
+            self._fields["blocks"][: len(blocks)] = blocks
+            self._fields["blocks"][len(blocks) :, 1] = 0
+        self._filled_with = works
         self._device.copy_(self._host, non_blocking=True)
         self._copied.record()
 

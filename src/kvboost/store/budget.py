@@ -210,7 +210,7 @@ class Shields:
             before, entry.shields = entry.shields, entry.shields + change
             if (before > 0) != (entry.shields > 0):
                 self.keep(entry, 1 if entry.shields else -1)
-                self.update_evictable(node.key)
+                self._budget.set_evictable(node.key, entry.is_evictable)
             node = parent
 
     def keep(self, entry: StoreEntry, sign: int) -> None:

@@ -93,6 +93,10 @@ def walk(start: TreeNode, tokens: bytes, *, origin: int = 0) -> Walk:
         while True:
             first = (node.end - origin) * TOKEN_BYTES
             rest = tokens[first : first + node.longest_child]
+            if len(node.children) == 1 and rest == node.child_tokens[0]:  # the usual case, of long chains
+                node = node.children[0]
+                path.append(node)
+                continue
             whole = whole_children(node, rest)
             near, common = best_child(node, rest)
             if len(whole) != 1 or common * TOKEN_BYTES > len(whole[0].tokens):

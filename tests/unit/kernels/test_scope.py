@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.kernels.scope import AttentionCall, forward_scope, model_attention
+from kvboost.kernels import scope
+from kvboost.kernels.scope import AttentionCall, forward_scope, heeded, model_attention
 
 IDS = torch.arange(12).unsqueeze(0)
 
@@ -97,3 +98,23 @@ def test_what_is_a_plain_call(extra: dict[str, Any], plain: bool) -> None:
     call = AttentionCall.from_transformers(torch.nn.Module(), query, key, key, None, **extra)
     assert call.is_plain is plain
     assert (call.group, call.scale) == (2, 0.25)
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.parametrize("how", ["left out", "refused", "heeded"])
+def test_what_the_models_own_attention_leaves_out_is_left_out(
+    make_llama: Any, monkeypatch: pytest.MonkeyPatch, own: str, how: str
+) -> None:
+    def sdpa(_module: Any, query: Any, key: Any, _value: Any, _mask: Any, **extra: Any) -> tuple[Any, None]:
+        if how == "refused" and extra.get("softcap") is not None:
+            raise ValueError("no softcap")
+        return query @ key.mT * (extra.get("softcap", 1.0) if how == "heeded" else 1.0), None
+
+    monkeypatch.setattr(scope, "attention_function", lambda name: sdpa if name == "sdpa" else None)
+    scope._is_left_out.cache_clear()
+    states = torch.zeros(1, 2, 1, 16)
+    call = AttentionCall.from_transformers(torch.nn.Module(), states, states, states, None, softcap=30.0)
+    with forward_scope(make_llama(attn_implementation=own), Counting()):
+        assert heeded(call, "softcap") == (None if (own, how) == ("sdpa", "left out") else 30.0)
+        assert heeded(call, "s_aux") is None
+    scope._is_left_out.cache_clear()

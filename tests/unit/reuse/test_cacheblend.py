@@ -38,8 +38,8 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
         deviation: np.ndarray | None = None,
         runs: list[ReusedRun] = RUNS,
     ) -> list[int]:
-        def given(kind: str, values: np.ndarray | None) -> Callable[..., np.ndarray | None]:
-            def score(_model: Any, ids: np.ndarray, _arena: Any, asked: Any) -> np.ndarray | None:
+        def given(kind: str, values: Any) -> Callable[..., Any]:
+            def score(_model: Any, ids: np.ndarray, _arena: Any, asked: Any) -> Any:
                 assert ids is IDS
                 assert asked is runs
                 assert values is not None or kind == "attention", "nobody should have asked"
@@ -47,7 +47,8 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
 
             return score
 
-        monkeypatch.setattr(cacheblend, "attention_from_the_end", given("attention", scores))
+        attention = None if scores is None else torch.from_numpy(scores)
+        monkeypatch.setattr(cacheblend, "attention_from_the_end", given("attention", attention))
         monkeypatch.setattr(cacheblend, "value_deviation", given("deviation", deviation))
         nothing: Any = None
         positions = strategy.choose(nothing, IDS, nothing, runs)
@@ -180,7 +181,7 @@ def test_attention_from_the_end_is_the_models_own(llama: Any, tail: int) -> None
     scores = attention_from_the_end(llama, ids, arena, [ReusedRun(0, TOKENS, 0, False)], tail)
     wanted = attention_of(llama, ids)[:, :, -min(tail, TOKENS) :].amax(2).sum(dim=(0, 1))
     assert scores is not None
-    np.testing.assert_allclose(scores, wanted.numpy(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-6)
     assert all(torch.equal(slab, kept) for slab, kept in zip(arena.slabs, before, strict=True))
 
 
@@ -194,7 +195,7 @@ def test_what_is_not_filled_is_not_looked_at(llama: Any) -> None:
     runs = [ReusedRun(0, 20, 0, True), ReusedRun(30, 50, 4, False)]
     scores = attention_from_the_end(llama, ids, arena, runs, 10)
     assert scores is not None
-    assert np.isfinite(scores).all()
+    assert bool(scores.isfinite().all())
     assert (scores[20:30] == 0).all()
     assert (scores[:20] > 0).all()
     assert (scores[30:] > 0).all()

@@ -11,7 +11,7 @@ which saw the least of what stands before them now. Knows no store and no engine
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,32 +57,53 @@ class CacheBlendRecompute(RepairStrategy):
         self, model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun]
     ) -> np.ndarray:
         """Sorted positions `[n]` among the runs that are not exact."""
-        reused = positions_of(runs, exact=False)
-        budget = math.ceil(self.recompute_ratio * len(reused))
-        if budget >= len(reused):
-            return reused
-        if budget == 0:
-            return reused[:0]
         if self.selector == "deviation":
-            return self._most_deviating(model, token_ids, arena, runs, reused, budget)
-        scores = attention_from_the_end(model, token_ids, arena, runs)
-        depth = _depth_in_run(runs, len(token_ids))[reused]
-        attention = scores[reused] if scores is not None else 1.0  # not every model lets it be observed
-        worth = attention / (depth + _HALF_WORTH_TOKENS)
-        worth[depth < RUN_START_TOKENS] = np.inf
-        return _highest(reused, worth, budget)
+            return self._most_deviating(model, token_ids, arena, runs)
+        return self.choose_by(
+            lambda: attention_from_the_end(model, token_ids, arena, runs), len(token_ids), runs
+        )
+
+    @property
+    def observes(self) -> int:
+        return TAIL_TOKENS if self.selector == "guided" else 0
+
+    def choose_by(
+        self,
+        attention: Callable[[], torch.Tensor | None],
+        total: int,
+        runs: Sequence[ReusedRun],
+    ) -> np.ndarray:
+        """Those that the end of the prompt attends to, rather near the start of a run than far from it."""
+
+        def worth(reused: np.ndarray) -> torch.Tensor:
+            scores = attention()
+            depth = torch.from_numpy(_depth_in_run(runs, total)[reused])
+            paid = torch.ones(len(reused), dtype=torch.double)  # not every model lets it be observed
+            if scores is not None:
+                depth = depth.to(scores.device)
+                paid = scores[torch.from_numpy(reused).to(scores.device)].double()
+            found = paid / (depth + _HALF_WORTH_TOKENS)
+            found[depth < RUN_START_TOKENS] = torch.inf
+            return found
+
+        return self._most_worth(runs, worth)
 
     def _most_deviating(
-        self,
-        model: Any,
-        token_ids: np.ndarray,
-        arena: Arena,
-        runs: Sequence[ReusedRun],
-        reused: np.ndarray,
-        budget: int,
+        self, model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun]
     ) -> np.ndarray:
-        deviation = value_deviation(model, token_ids, arena, runs)[reused]
-        return _highest(reused, np.where(deviation < self.min_deviation, -np.inf, deviation), budget)
+        def worth(reused: np.ndarray) -> torch.Tensor:
+            deviation = value_deviation(model, token_ids, arena, runs)[reused]
+            return torch.from_numpy(np.where(deviation < self.min_deviation, -np.inf, deviation))
+
+        return self._most_worth(runs, worth)
+
+    def _most_worth(
+        self, runs: Sequence[ReusedRun], worth: Callable[[np.ndarray], torch.Tensor]
+    ) -> np.ndarray:
+        """The share of the approximate tokens that is worth most; `worth` is asked only for a part."""
+        reused = positions_of(runs, exact=False)
+        budget = min(len(reused), math.ceil(self.recompute_ratio * len(reused)))
+        return reused[:budget] if budget in (0, len(reused)) else _highest(reused, worth(reused), budget)
 
     def cost(self, runs: Sequence[ReusedRun], total: int, costs: ForwardCosts) -> CostEstimate:
         """The chosen share, and the forward that finds it."""
@@ -106,7 +127,7 @@ class CacheBlendRecompute(RepairStrategy):
 
 def attention_from_the_end(
     model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun], tail_tokens: int = TAIL_TOKENS
-) -> np.ndarray | None:
+) -> torch.Tensor | None:
     """How much the last prompt tokens attend to each token, `[tokens]`.
 
     The highest attention probability that any of them gives it, summed over layers and heads. None if the
@@ -128,9 +149,8 @@ def attention_from_the_end(
     finally:
         for slab, part in zip(arena.slabs, kept, strict=True):
             slab[:, :, start:total] = part
-    assert pattern.scores is not None
-    scores: np.ndarray = pattern.scores.cpu().numpy()
-    return scores if scores.any() else None
+    scores = pattern.scores
+    return scores if scores is not None and bool(scores.any()) else None
 
 
 def value_deviation(model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun]) -> np.ndarray:
@@ -162,8 +182,8 @@ def _depth_in_run(runs: Sequence[ReusedRun], total: int) -> np.ndarray:
     return depth
 
 
-def _highest(positions: np.ndarray, worth: np.ndarray, budget: int) -> np.ndarray:
+def _highest(positions: np.ndarray, worth: torch.Tensor, budget: int) -> np.ndarray:
     """The `budget` positions of the highest worth, sorted; those worth -inf are never taken."""
-    order = np.argsort(-worth, kind="stable")[:budget]
-    chosen: np.ndarray = np.sort(positions[order[worth[order] > -np.inf]])
+    order = torch.sort(worth, descending=True, stable=True).indices[:budget]
+    chosen: np.ndarray = np.sort(positions[order[worth[order] > -torch.inf].cpu().numpy()])
     return chosen
