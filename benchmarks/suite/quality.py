@@ -1,13 +1,15 @@
 """`bench quality`: how far an answer over reused documents is from one over documents read anew.
 
-Documents are read once, alone or behind other text, and come back in another order behind a
+Documents are read once, alone, behind other text or together, and come back in another order behind a
 question. Error = KL divergence of the next tokens from those after full prefill, for every method
-of repair and every share of recomputed tokens; and whether a fact is still found. Knows no terminal.
+of repair and every share of recomputed tokens. Facts = questions for a number, a name or a date that full
+prefill answers: how many of them are still answered. Knows no terminal.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from kvboost.bench.record import machine_record
+from kvboost.bench.record import at_least, at_most, machine_record
 from kvboost.choices import BITS, KVBits
 from kvboost.errors import InvalidRequestError
 from kvboost.proof.calibration import Calibration
-from kvboost.proof.documents import Case, groups_of, make_cases
-from kvboost.proof.quality import METHODS, Measured, ReuseTrial, takes_ratio
+from kvboost.proof.documents import ALONE, BEHIND, TOGETHER, Case, groups_of, make_cases, needle_cases
+from kvboost.proof.needles import FactScores, measure_facts, read
+from kvboost.proof.quality import METHODS, Measured, ReuseTrial, strategy_of, takes_ratio
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 OpenEngine = Callable[..., Any]  # an engine with these options on the model that is measured
 WITH_RATIO = tuple(filter(takes_ratio, METHODS))
-FACT_METHODS = ("guided", "deviation")
+FACT_DOCUMENTS = (4, 6, 8)
+FACT_RATIO = 0.15  # the default one
+MIN_FACTS = {TOGETHER: 0.84, ALONE: 0.75}  # kept by guided at that ratio
+ENOUGH_FACTS = 100  # questions, before a share is judged
+MAX_TOGETHER_OVER_ALONE = 0.75
+_MOST_ASKED = 4  # questions, for each that full prefill has to answer
+_FACT_SEED = 7_919  # added to the run's: other documents than those of the error
 OVERALL = "overall"
 TARGET_RATIO = 0.10
 MAX_GUIDED_OVER_DEVIATION = 0.6
@@ -54,7 +63,8 @@ class Variant:
 @dataclass(frozen=True)
 class QualitySettings:
     """What is measured. `documents` are numbers of documents per prompt; each is one group cached
-    alone and one cached behind other text. `budgets` are errors to be held on prompts not calibrated with."""
+    alone, one cached behind other text and one read together. `facts` are questions that full prefill
+    answers. `budgets` are errors to be held on prompts not calibrated with."""
 
     prompts: int = 64
     documents: tuple[int, ...] = (4, 8)
@@ -63,7 +73,8 @@ class QualitySettings:
     methods: tuple[str, ...] = METHODS
     continuation_tokens: int = 32
     facts: int = 24
-    fact_tokens: int = 24
+    fact_methods: tuple[str, ...] = ("nothing", "deviation", "guided")
+    fact_ratios: tuple[float, ...] = (0.10, 0.15, 0.30)
     budgets: tuple[float, ...] = (0.02, 0.03, 0.05)
     seed: int = 0
     bits: tuple[KVBits, ...] = (8, "k8v4", 4)  # guided at the target ratio, over KV quantized so
@@ -85,11 +96,20 @@ class QualitySettings:
             + [Variant("guided", TARGET_RATIO, bits) for bits in self.bits]
         )
 
+    @property
+    def fact_variants(self) -> list[Variant]:
+        """What facts are asked over."""
+        return [
+            Variant(method, ratio)
+            for method in self.fact_methods
+            for ratio in (sorted(self.fact_ratios) if method in WITH_RATIO else [None])
+        ]
+
     def check(self) -> None:
         """Raise where nothing sensible could be measured."""
-        if unknown := set(self.methods) - set(METHODS):
+        if unknown := {*self.methods, *self.fact_methods} - set(METHODS):
             raise InvalidRequestError(f"methods must be of {', '.join(METHODS)}; got {min(unknown)}")
-        if not all(0 < ratio <= 1 for ratio in self.ratios):
+        if not all(0 < ratio <= 1 for ratio in (*self.ratios, *self.fact_ratios)):
             raise InvalidRequestError(f"ratios must be above 0 and at most 1, got {min(self.ratios):g}")
 
 
@@ -101,7 +121,6 @@ class Outcome:
     prompt_tokens: int
     baseline_seconds: float
     found: dict[Variant, Measured] = field(default_factory=dict)
-    facts: dict[str, bool] = field(default_factory=dict)  # who -> the asked-for number was there
 
 
 def run(
@@ -123,18 +142,19 @@ def run(
         chosen = [calibration.ratio_for(limit) for limit in settings.budgets]
         extra = {ratio for ratio in chosen if ratio is not None} - set(settings.ratios)
         settings = dataclasses.replace(settings, extra_guided=tuple(sorted(extra)))
-    groups = groups_of(settings.documents, settings.prompt_tokens)
+    groups = groups_of(settings.documents, settings.prompt_tokens, (ALONE, BEHIND, TOGETHER))
+    total = settings.prompts + settings.facts
     machine = machine_record(engine.model.get_input_embeddings().weight.device)
     engines: dict[KVBits, Any] = {16: engine}
     engines |= {bits: open_engine(kv_cache_bits=bits) for bits in settings.bits}
     outcomes = []
     for number, case in enumerate(make_cases(engine.tokenizer, groups, settings.prompts, settings.seed)):
-        report(number, settings.prompts, f"{case.group}, {len(case.prompt.token_ids)} tokens")
-        random = Random(settings.seed + number)
-        outcomes.append(_measure(engines, case, settings, random, ask=number < settings.facts))
+        report(number, total, f"{case.group}, {len(case.prompt.token_ids)} tokens")
+        outcomes.append(_measure(engines, case, settings, Random(settings.seed + number)))
     for bits in settings.bits:
         engines[bits].close()
-    report(settings.prompts, settings.prompts, "done")
+    facts = _facts(engine, settings, lambda done, _: report(settings.prompts + done, total, "facts"))
+    report(total, total, "done")
     results = summaries(outcomes, settings.variants)
     return {
         "benchmark": "quality",
@@ -144,9 +164,9 @@ def run(
         "settings": dataclasses.asdict(settings),
         "groups": {name: _describe(of_group) for name, of_group in _by_group(outcomes).items()},
         "results": results,
-        "facts": fact_scores(outcomes),
+        "facts": facts,
         "budgets": budgets(outcomes, settings, calibration),
-        "targets": targets(results, settings),
+        "targets": [*targets(results, settings), *fact_targets(facts)],
         "prompts": [_row(outcome) for outcome in outcomes],
     }
 
@@ -159,38 +179,76 @@ def _measure(
     case: Case,
     settings: QualitySettings,
     random: Random,
-    *,
-    ask: bool,
 ) -> Outcome:
     """All variants in random order on the same caches, which are empty again afterwards."""
     engine = engines[16]
     for of_width in engines.values():
-        _read(of_width, case)
+        read(of_width, case)
     trial = ReuseTrial(engine, case.prompt.token_ids, settings.continuation_tokens)
     outcome = Outcome(case.group, len(case.prompt.token_ids), trial.baseline_seconds)
     for variant in random.sample(settings.variants, len(settings.variants)):
         outcome.found[variant] = trial.measure(variant.method, variant.ratio or 0.0, engines[variant.bits])
-    if ask:
-        answers = {"baseline": trial.answer_ids[: settings.fact_tokens]}
-        for method in (method for method in FACT_METHODS if method in settings.methods):
-            answers[method] = trial.answer(method, TARGET_RATIO, settings.fact_tokens)
-        for who, answer in answers.items():
-            text = engine.tokenizer.decode(_until_end(answer, engine.tokenizer.eos_token_id))
-            outcome.facts[who] = case.prompt.asked.is_in(text)
     for of_width in engines.values():
         of_width.clear()
     return outcome
 
 
-def _until_end(token_ids: list[int], end_token: int | None) -> list[int]:
-    """The ids before the first end token: a trial goes on behind it, an answer does not."""
-    return token_ids[: token_ids.index(end_token)] if end_token in token_ids else token_ids
+# --- facts ---------------------------------------------------------------------------------------
 
 
-def _read(engine: Any, case: Case) -> None:
-    engine.clear()
-    for token_ids in case.read_before:
-        engine.warm(token_ids)
+def _facts(
+    engine: Any, settings: QualitySettings, report: Callable[[int, int], None]
+) -> dict[str, Any] | None:
+    """What is kept of the facts that full prefill finds; None where none are asked for."""
+    if not settings.facts:
+        return None
+    seed = settings.seed + _FACT_SEED
+    cases = needle_cases(engine.tokenizer, FACT_DOCUMENTS, settings.prompt_tokens, seed)
+    scores = measure_facts(
+        engine,
+        {
+            variant.name: strategy_of(variant.method, variant.ratio or 0.0)
+            for variant in settings.fact_variants
+        },
+        itertools.islice(cases, _MOST_ASKED * settings.facts),
+        questions=settings.facts,
+        report=report,
+    )
+    return {
+        "documents": list(FACT_DOCUMENTS),
+        "asked": scores.asked,
+        "answered": scores.answered,
+        "results": [
+            {
+                "method": variant.method,
+                "ratio": variant.ratio,
+                "kept": {way: scores.kept[way][variant.name] for way in scores.kept},
+                "kept_share": {way: _share(scores, way, variant.name) for way in scores.kept},
+                "kl_mean": {
+                    way: _rounded(statistics.fmean(errors[variant.name]))
+                    for way, errors in scores.errors.items()
+                },
+            }
+            for variant in settings.fact_variants
+        ],
+    }
+
+
+def _share(scores: FactScores, way: str, name: str) -> float | None:
+    share = scores.share(way, name)
+    return None if share is None else round(share, 4)
+
+
+def fact_targets(facts: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What guided was to keep at the default ratio, where enough was asked."""
+    if facts is None or facts["answered"] < ENOUGH_FACTS:
+        return []
+    guided = [row for row in facts["results"] if (row["method"], row["ratio"]) == ("guided", FACT_RATIO)]
+    return [
+        at_least(f"facts kept, guided {FACT_RATIO:.0%}, read {way}", row["kept_share"][way], limit)
+        for row in guided
+        for way, limit in MIN_FACTS.items()
+    ]
 
 
 # --- what it comes to ----------------------------------------------------------------------------
@@ -265,7 +323,6 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "prompt_tokens": outcome.prompt_tokens,
         "baseline_seconds": round(outcome.baseline_seconds, 3),
         "kl": {variant.name: _rounded(outcome.found[variant].kl) for variant in sorted_variants(outcome)},
-        "facts": outcome.facts,
     }
 
 
@@ -275,23 +332,6 @@ def sorted_variants(outcome: Outcome) -> list[Variant]:
         outcome.found,
         key=lambda variant: (BITS.index(variant.bits), METHODS.index(variant.method), variant.ratio or 0.0),
     )
-
-
-def fact_scores(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """In which share of the prompts the answer holds the asked-for number; None where nobody was asked."""
-    asked = [outcome.facts for outcome in outcomes if outcome.facts]
-    if not asked:
-        return None
-    known = [facts for facts in asked if facts["baseline"]]
-    return {
-        "ratio": TARGET_RATIO,
-        "prompts": len(asked),
-        "found": {who: round(statistics.fmean(facts[who] for facts in asked), 4) for who in asked[0]},
-        "found_where_baseline_does": {
-            who: round(statistics.fmean(facts[who] for facts in known), 4) if known else None
-            for who in asked[0]
-        },
-    }
 
 
 # --- what was to be reached ----------------------------------------------------------------------
@@ -330,6 +370,15 @@ def targets(results: Sequence[dict[str, Any]], settings: QualitySettings) -> lis
                 if name != OVERALL
             )
             found.append(_target(better, worse, f"worst group ({group})", ratio, 1.0, below=True))
+    by_way = errors.get(Variant("guided", FACT_RATIO), {})
+    together, alone = (
+        [error for name, error in by_way.items() if name.partition("-")[0] == way]
+        for way in (TOGETHER, ALONE)
+    )
+    if together and alone:
+        ratio = _ratio(statistics.fmean(together), statistics.fmean(alone))
+        name = f"KL, guided {FACT_RATIO:.0%}, read together / alone"
+        found.append(at_most(name, ratio, MAX_TOGETHER_OVER_ALONE))
     return found
 
 

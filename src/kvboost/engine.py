@@ -37,13 +37,8 @@ from kvboost.requests.prompts import Prompt
 from kvboost.requests.request import Arguments
 from kvboost.requests.stream import TextStream
 from kvboost.reuse.explain import Explanation
-from kvboost.settings import (
-    DEFAULT_MODEL,
-    EngineArguments,
-    PretrainedArguments,
-    constructor_takes,
-    takes,
-)
+from kvboost.settings import DEFAULT_MODEL, EngineArguments, PretrainedArguments
+from kvboost.signatures import constructor_takes, takes
 from kvboost.store.inserter import StoreReport
 
 
@@ -313,14 +308,14 @@ class InferenceEngine:
         *,
         report: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> Calibration:
-        """Measure the error of approximate reuse on this model at several ratios, and keep it for `max_kl`.
+        """Measure what approximate reuse costs on this model at several ratios, for `max_kl` and `min_facts`.
 
         Takes a few seconds per prompt and leaves this engine's cache alone; `report` hears how many
         prompts are done. With `recompute_ratio="auto"` the result holds from now on.
         """
         if refusal := self.core.parts.approximation.refusal(0, calibrating=True):
             raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
-        with fresh_engine(self, recompute_ratio=0.15, max_kl=None) as engine:
+        with fresh_engine(self, recompute_ratio=0.15, max_kl=None, min_facts=None) as engine:
             of, most = (self.core.parts.model_name, self.settings.selector), self.max_positions
             found = calibration.measure(engine, *of, prompts=prompts, max_positions=most, report=report)
         calibration.save(found)

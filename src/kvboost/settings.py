@@ -6,12 +6,10 @@ these declarations. Knows names and limits, not what the options do. Imports not
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, cast
 
 from kvboost.choices import SELECTORS, KVBits, RecomputeStrategy, choice, is_width
 from kvboost.errors import InvalidRequestError
@@ -20,10 +18,6 @@ DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 CACHE_DEVICES = ("cpu", "model")
 DEFAULT_MAX_KL = 0.05  # the error that reuse may make with recompute_ratio="auto"
 GROUPS = ("model", "cache", "reuse", "serving", "advanced")  # in the order in which they are shown
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S")
-A = TypeVar("A")
 
 Kind = Literal[
     "text", "switch", "choice", "count", "count or none", "number", "size", "size or none", "seconds",
@@ -194,7 +188,16 @@ class EngineSettings:
             "reuse",
             "With --recompute-ratio auto: the error that reuse may make.",
             "number",
-            default_text=f"{DEFAULT_MAX_KL:g}",
+            default_text=f"{DEFAULT_MAX_KL:g}, or none with --min-facts",
+        ),
+    )
+    min_facts: float | None = field(
+        default=None,
+        metadata=about(
+            "reuse",
+            "With --recompute-ratio auto: the share of facts that reuse must keep.",
+            "number",
+            default_text="none",
         ),
     )
     bit_exact: bool = field(
@@ -254,14 +257,16 @@ class EngineSettings:
         if self.selector not in SELECTORS:
             words = " or ".join(f'"{each}"' for each in SELECTORS)
             raise InvalidRequestError(f"selector must be {words}, got {self.selector!r}")
-        ratio, bound = self.recompute_ratio, self.max_kl
+        ratio = self.recompute_ratio
         if ratio != "auto" and (isinstance(ratio, (str, bool)) or not 0 <= ratio <= 1):
             raise InvalidRequestError(f'recompute_ratio must be from 0 to 1 or "auto", got {ratio!r}')
-        if bound is not None:
-            if not _is_positive(bound):
-                raise InvalidRequestError(f"max_kl must be None or greater than 0, got {bound!r}")
-            if ratio != "auto":
-                raise InvalidRequestError('max_kl chooses the ratio: pass recompute_ratio="auto" with it')
+        if self.max_kl is not None and not _is_positive(self.max_kl):
+            raise InvalidRequestError(f"max_kl must be None or greater than 0, got {self.max_kl!r}")
+        if self.min_facts is not None and not (_is_positive(self.min_facts) and self.min_facts <= 1):
+            raise InvalidRequestError(f"min_facts must be None or a share up to 1, got {self.min_facts!r}")
+        for name in ("max_kl", "min_facts"):
+            if getattr(self, name) is not None and ratio != "auto":
+                raise InvalidRequestError(f'{name} chooses the ratio: pass recompute_ratio="auto" with it')
 
     def _check_storage(self) -> None:
         if self.kv_cache_bits is not None and not is_width(self.kv_cache_bits):
@@ -309,6 +314,12 @@ class EngineSettings:
     def bits(self) -> KVBits:
         """How many bits a stored number has."""
         return cast(KVBits, self.kv_cache_bits or 16)
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """`max_kl` and `min_facts` that `recompute_ratio="auto"` has to hold; by default some `max_kl`."""
+        default = DEFAULT_MAX_KL if self.min_facts is None else None
+        return self.max_kl or default, self.min_facts
 
     @property
     def block(self) -> int | None:
@@ -417,33 +428,3 @@ class PretrainedArguments(LoadingOptions, EngineSettings, _ModelName):
                     f"engine options are {', '.join(sorted(engine))}"
                 )
         return cls(model_name, strict, **given)
-
-
-def takes(_arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Give a class method the parameters of a dataclass, in the eyes of editors and type checkers."""
-    return lambda method: method
-
-
-def constructor_takes(
-    arguments: Callable[P, A],
-) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
-    """Let a constructor take the parameters of a dataclass, and get them as one, checked."""
-    taken = inspect.signature(arguments)
-
-    def decorate(method: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
-        @functools.wraps(method)
-        def init(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            try:
-                taken.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{method.__qualname__}() {error}") from None
-            method(self, arguments(*args, **kwargs))
-
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = taken.parameters.values()
-        init.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
-        init.__annotations__ = {each.name: each.annotation for each in parameters}
-        del init.__wrapped__  # whose parameters are others
-        return init
-
-    return decorate

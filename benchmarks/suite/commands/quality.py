@@ -51,7 +51,7 @@ def read_widths(_context: click.Context, _option: click.Parameter, value: str) -
     default="4,8",
     show_default=True,
     callback=read_counts,
-    help="Documents per prompt; each number is one group cached alone, one cached behind other text.",
+    help="Documents per prompt; each number is one group cached alone, one behind other text, one together.",
 )
 @click.option(
     "--prompt-tokens", type=_COUNT, default=1_500, show_default=True, help="Of all documents, about."
@@ -74,7 +74,18 @@ def read_widths(_context: click.Context, _option: click.Parameter, value: str) -
     "--continuation", type=_COUNT, default=32, show_default=True, help="Tokens over which the error is taken."
 )
 @click.option(
-    "--facts", type=_COUNT_OR_NONE, default=24, show_default=True, help="Prompts whose answers are checked."
+    "--facts",
+    type=_COUNT_OR_NONE,
+    default=24,
+    show_default=True,
+    help="Questions for a fact that full prefill answers.",
+)
+@click.option(
+    "--fact-ratios",
+    default="0.10,0.15,0.30",
+    show_default=True,
+    callback=read_shares,
+    help="Shares of recomputed tokens that facts are asked over.",
 )
 @click.option(
     "--budgets",
@@ -100,6 +111,7 @@ def quality(
     methods: tuple[str, ...],
     continuation: int,
     facts: int,
+    fact_ratios: tuple[float, ...],
     budgets: tuple[float, ...],
     bits: tuple[Any, ...],
     model: str,
@@ -111,10 +123,11 @@ def quality(
 ) -> None:
     """The error of reusing documents in another order, by what is recomputed.
 
-    Documents with made-up facts are read once, alone or behind other text, and come back in
-    another order behind a question. Error is the mean KL divergence of the next tokens from those
-    after full prefill. Speed-up is that of the time until the prompt's KV is ready. About half an
-    hour with the default settings on two slow cores.
+    Documents with made-up facts are read once, alone, behind other text or together (warm_documents),
+    and come back in another order behind a question. Error is the mean KL divergence of the next tokens
+    from those after full prefill. Facts kept is the share of questions for a number, a name or a date that
+    full prefill answers and that are still answered. Speed-up is that of the time until the prompt's KV is
+    ready. About three quarters of an hour with the default settings on two slow cores.
 
     \b
     kvboost bench quality --out results
@@ -130,7 +143,9 @@ def quality(
         ratios,
         methods,
         continuation_tokens=continuation,
-        facts=min(facts, prompts),
+        facts=facts,
+        fact_methods=tuple(method for method in ("nothing", "deviation", "guided") if method in methods),
+        fact_ratios=fact_ratios,
         budgets=budgets,
         seed=seed,
         bits=bits if "guided" in methods else (),
@@ -148,7 +163,7 @@ def quality(
     tables: list[Table | str] = (
         []
         if as_json
-        else [quality_table(record), groups_table(record), facts_line(record), budgets_table(record)]
+        else [quality_table(record), groups_table(record), facts_table(record), budgets_table(record)]
     )
     show(record, tables, out, plots.plot_error if plot else None)
 
@@ -201,13 +216,21 @@ def _row_name(result: dict[str, Any]) -> str:
     return name if result["bits"] == 16 else f"{name} {width}"
 
 
-def facts_line(record: dict[str, Any]) -> str:
-    """How often the asked-for number was in the answer, in a sentence."""
+def facts_table(record: dict[str, Any]) -> Table | str:
+    """A row per method and ratio: how many of the facts that full prefill finds were kept."""
     facts = record["facts"]
     if facts is None:
         return "Facts: not asked for."
-    shares = ", ".join(f"{who} {share:.0%}" for who, share in facts["found"].items())
-    return f"Facts: the number was in the answer to {facts['prompts']} questions: {shares}."
+    if not facts["answered"]:
+        return f"Facts: full prefill answered none of {facts['asked']} questions rightly."
+    table = simple_table(f"facts kept, of {facts['answered']}")
+    ways = list(facts["results"][0]["kept"])
+    for way in ways:
+        table.add_column(f"read\n{way}", justify="right", no_wrap=True)
+    for result in facts["results"]:
+        shares = (f"{result['kept'][way]} ({result['kept_share'][way]:.0%})" for way in ways)
+        table.add_row(_row_name({**result, "bits": 16}), *shares)
+    return table
 
 
 def budgets_table(record: dict[str, Any]) -> Table:

@@ -26,7 +26,13 @@ from kvboost.cli.bench_view import (
 )
 from kvboost.cli.options import GroupedCommand, engine_options, setting
 
-COMPARED = ("recompute_strategy", "recompute_ratio", "max_kl", "selector")  # engine options of ours
+COMPARED = (
+    "recompute_strategy",
+    "recompute_ratio",
+    "max_kl",
+    "min_facts",
+    "selector",
+)  # engine options of ours
 _COUNT_OR_NONE = click.IntRange(min=0)
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvboost.cli.options import GroupedCommand, engine_options_with, json_option, setting
 from kvboost.cli.session import opened_engine, unlimited
-from kvboost.settings import DEFAULT_MAX_KL
+from kvboost.settings import EngineSettings
 
 if TYPE_CHECKING:
     from kvboost.proof.calibration import Calibration
@@ -31,16 +31,19 @@ def calibrate(model: str, prompts: int, as_json: bool, engine_options: dict[str,
     """Measure how exact MODEL's approximate reuse is, and keep the result.
 
     Documents are cached, found again at other places and repaired at several ratios; the error is the
-    mean KL divergence from a full prefill over the next 32 tokens, of the worse of two ways of caching.
-    Engines with --recompute-ratio auto then take the smallest ratio that held --max-kl.
+    mean KL divergence from a full prefill over the next 32 tokens. Each prompt asks for a fact; of those that
+    full prefill finds, the share that is still found counts too. Both are those of the worse of two ways of
+    reading. Engines with --recompute-ratio auto then take the smallest ratio that held --max-kl and
+    --min-facts.
 
     \b
     kvboost calibrate builtin --max-kl 0.05
-    kvboost generate builtin PROMPT --recompute-ratio auto --max-kl 0.05
+    kvboost generate builtin PROMPT --recompute-ratio auto --max-kl 0.05 --min-facts 0.8
     """
     from kvboost.proof.calibration import path_of
 
-    bound = engine_options.pop("max_kl", None) or DEFAULT_MAX_KL  # only to say which ratio holds it
+    asked = {name: engine_options.pop(name, None) for name in ("max_kl", "min_facts")}
+    bounds = EngineSettings(recompute_ratio="auto", **asked).bounds  # only to say which ratio holds them
     engine_options.pop("recompute_ratio", None)  # what is measured are several
     console = Console(stderr=True)
     with (
@@ -51,26 +54,38 @@ def calibrate(model: str, prompts: int, as_json: bool, engine_options: dict[str,
         found = engine.calibrate(
             prompts, report=lambda done, total: progress.update(bar, completed=done, total=total)
         )
-    chosen = found.ratio_for(bound)
+    chosen = found.ratio_for(*bounds)
     kept = str(path_of(found.family, found.selector))
     if as_json:
-        errors = {f"{ratio:g}": error for ratio, error in found.errors.items()}
-        document = {**dataclasses.asdict(found), "errors": errors}
-        click.echo(json.dumps({**document, "max_kl": bound, "recompute_ratio": chosen, "file": kept}))
+        by_ratio = {
+            name: {f"{ratio:g}": value for ratio, value in getattr(found, name).items()}
+            for name in ("errors", "facts")
+        }
+        held = {"max_kl": bounds[0], "min_facts": bounds[1], "recompute_ratio": chosen, "file": kept}
+        click.echo(json.dumps({**dataclasses.asdict(found), **by_ratio, **held}))
         return
-    _show(found, bound, chosen)
+    _show(found, bounds, chosen)
     click.echo(f"kept in {kept}")
 
 
-def _show(found: Calibration, bound: float, chosen: float | None) -> None:
+def _show(found: Calibration, bounds: tuple[float | None, float | None], chosen: float | None) -> None:
+    from kvboost.proof.calibration import bounds_text
+
     table = Table(title=f"{found.model}, {found.selector}, {found.prompts} prompts")
     table.add_column("computed again", justify="right")
     table.add_column("mean KL", justify="right")
-    table.add_column(f"below {bound:g}")
+    if found.facts:
+        table.add_column(f"facts kept, of {found.questions}", justify="right")
+    table.add_column("held")
     for ratio, error in sorted(found.errors.items()):
-        table.add_row(f"{ratio:.0%}", f"{error:.4f}", "yes" if error <= bound else "no")
+        facts = [f"{found.facts[ratio]:.0%}"] if found.facts else []
+        held = "yes" if chosen is not None and ratio >= chosen else "no"
+        table.add_row(f"{ratio:.0%}", f"{error:.4f}", *facts, held)
     Console().print(table)
+    if bounds[1] is not None and not found.facts:
+        click.echo("full prefill answered none of the questions: there are no facts to be kept")
+    words = bounds_text(*bounds)
     if chosen is None:
-        click.echo(f"no ratio held {bound:g}: with --max-kl {bound:g} there is exact reuse only")
+        click.echo(f"no ratio held {words}: with it there is exact reuse only")
     else:
-        click.echo(f"--max-kl {bound:g} takes a ratio of {chosen:g}")
+        click.echo(f"{words} takes a ratio of {chosen:g}")

@@ -24,7 +24,7 @@ from kvboost.kv.offload import ring_bytes
 from kvboost.kv.pinned import POOL
 from kvboost.parts.model_fit import ModelFit, check_model
 from kvboost.proof import calibration
-from kvboost.proof.calibration import Calibration
+from kvboost.proof.calibration import Calibration, bounds_text
 from kvboost.requests.encoding import check_text
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request, RequestReader
@@ -35,7 +35,7 @@ from kvboost.reuse.policy import Approximation, Repair
 from kvboost.reuse.recorder import Recorder
 from kvboost.reuse.workspace import Workspace
 from kvboost.run import sampling
-from kvboost.settings import DEFAULT_MAX_KL, EngineSettings
+from kvboost.settings import EngineSettings
 from kvboost.store.chunking import ChunkRegistry, boundary_token_ids
 from kvboost.store.manager import KVCacheManager
 
@@ -184,13 +184,12 @@ class EngineParts:
     # --- changes -----------------------------------------------------------------------------
 
     def use_calibration(self, found: Calibration | None) -> None:
-        """With `recompute_ratio="auto"`, take the ratio that held `max_kl`."""
+        """With `recompute_ratio="auto"`, take the ratio that held `max_kl` and `min_facts`."""
         if self.settings.recompute_ratio != "auto" or found is None:
             return
-        bound = self.settings.max_kl or DEFAULT_MAX_KL
-        self.approximation.use_ratio(
-            found.ratio_for(bound), f"exact reuse only: no ratio held max_kl={bound:g}"
-        )
+        bounds = self.settings.bounds
+        reason = f"exact reuse only: no ratio held {bounds_text(*bounds)}"
+        self.approximation.use_ratio(found.ratio_for(*bounds), reason)
 
     def drop_arenas(self) -> None:
         """Forget the text in the arenas that are kept for later requests."""

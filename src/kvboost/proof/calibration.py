@@ -1,8 +1,9 @@
 """A quality budget instead of a ratio: how much has to be computed again to stay below an error.
 
 A short self-run measures, on documents found again at other places, the error of approximate reuse at
-several ratios; the result is kept per model in the cache folder. Whoever asks for `max_kl` then gets the
-smallest ratio that held it, or none. Knows how to measure and to keep, not what an engine does with it.
+several ratios and the facts that are kept. The result lies in the cache folder, per model. Whoever asks for
+`max_kl` or `min_facts` then gets the smallest ratio that held them, or none. Knows how to measure and to
+keep, not what an engine does with it.
 """
 
 from __future__ import annotations
@@ -12,30 +13,36 @@ import os
 import statistics
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from kvboost.environment import cache_folder
 from kvboost.errors import CacheFileError, InvalidRequestError
-from kvboost.proof.documents import groups_of, make_cases
+from kvboost.proof.documents import needle_cases
 from kvboost.proof.fresh_engine import ReusesText
-from kvboost.proof.quality import Measured, ReuseTrial
+from kvboost.proof.needles import measure_facts
+from kvboost.proof.quality import strategy_of
 
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 DEFAULT_PROMPTS = 12
-_DOCUMENTS = (4, 8)
+_LEAST_PROMPTS = 4
+_DOCUMENTS = (4, 6, 8)
 _PROMPT_TOKENS = 1_600
 _MIN_PROMPT_TOKENS = 400
 _SEED = 71_993  # not that of the benchmarks: their prompts are held out
 _FORMAT = "kvboost-calibration"
-_VERSION = 1
+_VERSION = 2
 Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The error of approximate reuse by ratio: mean KL divergence, of the worse way of caching."""
+    """The error of approximate reuse by ratio, of the worse way of reading: mean KL divergence.
+
+    `facts` are the shares of `questions` that full prefill answers and that are still answered; without any
+    such question it is empty.
+    """
 
     model: str
     family: str
@@ -43,15 +50,26 @@ class Calibration:
     errors: Mapping[float, float]
     prompts: int
     measured_at: str
+    facts: Mapping[float, float] = field(default_factory=dict)
+    questions: int = 0
 
-    def ratio_for(self, max_kl: float) -> float | None:
-        """The smallest ratio whose error, and that of all larger ones, was at most `max_kl`; None = none."""
+    def ratio_for(self, max_kl: float | None, min_facts: float | None = None) -> float | None:
+        """The smallest ratio that, with all larger ones, held both bounds; None = none did."""
         fitting: float | None = None
         for ratio in sorted(self.errors, reverse=True):
-            if not self.errors[ratio] <= max_kl:  # not a number is no bound held
+            # not a number is no bound held
+            if max_kl is not None and not self.errors[ratio] <= max_kl:
+                break
+            if min_facts is not None and not self.facts.get(ratio, 0.0) >= min_facts:
                 break
             fitting = ratio
         return fitting
+
+
+def bounds_text(max_kl: float | None, min_facts: float | None) -> str:
+    """What is asked for, in words."""
+    asked = {"max_kl": max_kl, "min_facts": min_facts}
+    return " and ".join(f"{name}={bound:g}" for name, bound in asked.items() if bound is not None)
 
 
 def measure(
@@ -65,36 +83,31 @@ def measure(
     report: Report = lambda _done, _total: None,
 ) -> Calibration:
     """Run the prompts through `engine`, whose cache is cleared for it."""
-    if prompts < len(_DOCUMENTS) * 2:
-        raise InvalidRequestError(f"calibration needs at least {len(_DOCUMENTS) * 2} prompts, got {prompts}")
+    if prompts < _LEAST_PROMPTS:
+        raise InvalidRequestError(f"calibration needs at least {_LEAST_PROMPTS} prompts, got {prompts}")
     tokens = _PROMPT_TOKENS if max_positions is None else min(_PROMPT_TOKENS, max_positions // 2)
     if tokens < _MIN_PROMPT_TOKENS:
         raise InvalidRequestError(
             f"calibration needs a model with at least {2 * _MIN_PROMPT_TOKENS} positions, "
             f"this one has {max_positions}"
         )
-    ratios = tuple(ratios)
-    errors: dict[str, dict[float, list[float]]] = {}
-    cases = make_cases(engine.tokenizer, groups_of(_DOCUMENTS, tokens), prompts, _SEED)
-    for number, case in enumerate(cases):
-        report(number, prompts)
-        engine.clear()
-        for token_ids in case.read_before:
-            engine.warm(token_ids)
-        trial = ReuseTrial(engine, case.prompt.token_ids)
-        way = errors.setdefault(case.group.partition("-")[0], {ratio: [] for ratio in ratios})
-        for ratio in ratios:
-            measured: Measured = trial.measure(selector, ratio)
-            way[ratio].append(measured.kl)
-    engine.clear()
-    report(prompts, prompts)
+    repairs = {f"{ratio:g}": strategy_of(selector, ratio) for ratio in ratios}
+    cases = needle_cases(engine.tokenizer, _DOCUMENTS, tokens, _SEED)
+    scores = measure_facts(engine, repairs, cases, questions=prompts, only_answered=False, report=report)
+    errors = {
+        float(name): max(statistics.fmean(of_way[name]) for of_way in scores.errors.values())
+        for name in repairs
+    }
+    facts = {float(name): share for name in repairs if (share := scores.least_share(name)) is not None}
     return Calibration(
         model=model,
         family=engine.namespace("").family,
         selector=selector,
-        errors={ratio: max(statistics.fmean(way[ratio]) for way in errors.values()) for ratio in ratios},
+        errors=errors,
         prompts=prompts,
         measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        facts=facts,
+        questions=scores.answered,
     )
 
 
@@ -107,8 +120,17 @@ def save(calibration: Calibration) -> Path:
     """Keep `calibration` in the cache folder, in one step."""
     path = path_of(calibration.family, calibration.selector)
     path.parent.mkdir(parents=True, exist_ok=True)
-    errors = {f"{ratio:g}": error for ratio, error in sorted(calibration.errors.items())}
-    document = {"format": _FORMAT, "version": _VERSION, **asdict(calibration), "errors": errors}
+    errors, facts = (
+        {f"{ratio:g}": value for ratio, value in sorted(by_ratio.items())}
+        for by_ratio in (calibration.errors, calibration.facts)
+    )
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        **asdict(calibration),
+        "errors": errors,
+        "facts": facts,
+    }
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_text(json.dumps(document, indent=2) + "\n")
@@ -125,8 +147,11 @@ def load(family: str, selector: str) -> Calibration | None:
         document = json.loads(path.read_text())
         if (document["format"], document["version"]) != (_FORMAT, _VERSION):
             return None
-        errors = {float(ratio): float(error) for ratio, error in document["errors"].items()}
-        if not all(0 <= ratio <= 1 for ratio in errors):
+        errors, facts = (
+            {float(ratio): float(value) for ratio, value in document[name].items()}
+            for name in ("errors", "facts")
+        )
+        if not all(0 <= ratio <= 1 for ratio in (*errors, *facts)):
             raise ValueError(f"ratios must be from 0 to 1, got {sorted(errors)}")
         found = Calibration(
             model=str(document["model"]),
@@ -135,6 +160,8 @@ def load(family: str, selector: str) -> Calibration | None:
             errors=errors,
             prompts=int(document["prompts"]),
             measured_at=str(document["measured_at"]),
+            facts=facts,
+            questions=int(document["questions"]),
         )
     except FileNotFoundError:
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvboost.errors import InvalidRequestError
 from kvboost.kv import rope
 from kvboost.kv.arena import Arena
 from kvboost.models import PastKVType
+from kvboost.proof.documents import needle_cases
 from kvboost.proof.fresh_engine import Verifiable, fresh_engine
 from kvboost.proof.measures import (
     APPROXIMATE,
@@ -38,12 +40,14 @@ from kvboost.proof.measures import (
     some_text,
     tolerance,
 )
-from kvboost.proof.quality import ReuseTrial
+from kvboost.proof.needles import measure_facts
+from kvboost.proof.quality import ReuseTrial, strategy_of
 from kvboost.run import decode
 from kvboost.run.sparse_forward import sparse_forward
 
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 _CLASSIFIED_TOKENS = 8
+_FACTS = 4  # questions about moved documents
 _LONE_TOKEN = 10  # a single token may be this many times further off than all together
 
 
@@ -291,10 +295,21 @@ def check_moved_text(engine: Verifiable, _asked: Any) -> list[Check]:
         fresh.warm(first + second)
         trial = ReuseTrial(fresh, np.asarray(second + first + tail), 16)
         guided, complete = trial.measure("guided", 0.15), trial.measure("all", 1.0)
+        facts = _facts_kept(fresh, len(ids))
     bound, exact = max_kl(engine, APPROXIMATE), max_kl(engine, EXACT)
     right = guided.kl <= bound and complete.kl <= 10 * exact
-    detail = f"15% computed again: mean KL {guided.kl:.2g}; all of it: {complete.kl:.2g}"
+    detail = f"15% computed again: mean KL {guided.kl:.2g}{facts}; all of it: {complete.kl:.2g}"
     return [Check("moved text", APPROXIMATE, right, detail, guided.kl, bound)]
+
+
+def _facts_kept(engine: Verifiable, prompt_tokens: int) -> str:
+    """Of the facts that full prefill finds in documents, how many are found in moved ones too, in words."""
+    cases = islice(needle_cases(engine.tokenizer, (3,), prompt_tokens, seed=0), _FACTS)
+    scores = measure_facts(engine, {"guided": strategy_of("guided", 0.15)}, cases, questions=_FACTS)
+    if not scores.answered:
+        return ""
+    kept = ", ".join(f"{kept['guided']} read {way}" for way, kept in scores.kept.items())
+    return f", of {scores.answered} facts kept: {kept}"
 
 
 # --- all of them ---------------------------------------------------------------------------------

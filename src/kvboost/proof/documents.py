@@ -8,7 +8,7 @@ model and no engine.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -17,49 +17,16 @@ from typing import Any
 import numpy as np
 
 from kvboost.errors import InvalidRequestError
+from kvboost.proof.facts import Needle, draw_facts, draw_needles
 
 Span = tuple[int, int]  # half-open
-ALONE, BEHIND = "alone", "behind"
+Draw = Callable[[int, Random], Sequence[Needle]]
+# How documents were read before: each by itself, each behind other text, or by `warm_documents`.
+ALONE, BEHIND, TOGETHER = "alone", "behind", "together"
 INSTRUCTION = "Answer the question with the help of the documents."
 _BODY = "\u2063documents\u2063"  # stands for the documents while a template is rendered
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"“])")
-_NAMES = ("Heron", "Falcon", "Osprey", "Plover", "Curlew", "Magpie", "Kestrel", "Pelican", "Raven", "Puffin")
 _TABLE_MARKS = "+|"  # a table drawn with these is no English
-_PLACES = ("archive", "harbour", "library", "station", "tower", "garden", "museum", "depot", "mill", "farm")
-_KINDS = (
-    "access code",
-    "telephone extension",
-    "licence number",
-    "opening year",
-    "parcel number",
-    "height in millimetres",
-    "insurance number",
-    "daily number of visitors",
-    "price in dollars",
-    "weight in kilograms",
-)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """Something that only its document says."""
-
-    kind: str
-    name: str
-    number: int
-
-    @property
-    def sentence(self) -> str:
-        return f"The {self.kind} of the {self.name} is {self.number}."
-
-    @property
-    def question(self) -> str:
-        return f"What is the {self.kind} of the {self.name}?"
-
-    def is_in(self, answer: str) -> bool:
-        """Whether `answer` gives the number, however its digits are grouped."""
-        digits = re.sub(r"(?<=\d)[ ,.](?=\d{3}\b)", "", answer)
-        return re.search(rf"(?<!\d){self.number}(?!\d)", digits) is not None
 
 
 @dataclass(frozen=True)
@@ -67,7 +34,7 @@ class Document:
     """A text with a fact in it, and its ids when it is encoded by itself."""
 
     text: str
-    fact: Fact
+    fact: Needle
     token_ids: tuple[int, ...]
 
 
@@ -79,7 +46,7 @@ class DocumentPrompt:
     """
 
     documents: tuple[Document, ...]
-    asked: Fact
+    asked: Needle
     content: str
     token_ids: np.ndarray
     spans: tuple[Span, ...]
@@ -100,20 +67,28 @@ class Group:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the texts (ids) that were read before it came."""
+    """A prompt, and the texts (ids) that were read before it came, in one of the ways."""
 
     group: str
     prompt: DocumentPrompt
     read_before: tuple[list[int], ...]
+    way: str = ALONE
 
 
-def groups_of(counts: Sequence[int], prompt_tokens: int) -> tuple[Group, ...]:
-    """Both ways for every number of documents, with prompts of about `prompt_tokens`."""
+def groups_of(
+    counts: Sequence[int], prompt_tokens: int, ways: Sequence[str] = (ALONE, BEHIND)
+) -> tuple[Group, ...]:
+    """All ways for every number of documents, with prompts of about `prompt_tokens`."""
     return tuple(
-        Group(way, count, (prompt_tokens * 3 // (4 * count), prompt_tokens * 5 // (4 * count)))
-        for way in (ALONE, BEHIND)
+        Group(way, count, _tokens_each(count, prompt_tokens))
+        for way in ways
         for count in dict.fromkeys(counts)
     )
+
+
+def _tokens_each(count: int, prompt_tokens: int) -> Span:
+    """The shortest and the longest of `count` documents."""
+    return prompt_tokens * 3 // (4 * count), prompt_tokens * 5 // (4 * count)
 
 
 def make_cases(tokenizer: Any, groups: Sequence[Group], count: int, seed: int) -> Iterator[Case]:
@@ -139,7 +114,27 @@ def _make_case(writer: PromptWriter, shelf: Shelf, group: Group, random: Random)
     random.shuffle(documents)
     prompt = writer.prompt(documents, random.choice(documents).fact)
     random.shuffle(read_before)
-    return Case(group.name, prompt, tuple(read_before))
+    return Case(group.name, prompt, tuple(read_before), group.way)
+
+
+def needle_cases(
+    tokenizer: Any, counts: Sequence[int], prompt_tokens: int, seed: int
+) -> Iterator[tuple[Case, ...]]:
+    """Questions for numbers, names and dates, without end: each as a case read alone and one read together.
+
+    Prompts have one of `counts` documents, at random, and about `prompt_tokens` tokens.
+    """
+    random = Random(seed)
+    writer = PromptWriter(tokenizer)
+    spans = {count: _tokens_each(count, prompt_tokens) for count in counts}
+    shelves = {count: Shelf(tokenizer, *span, random.randrange(2**32)) for count, span in spans.items()}
+    while True:
+        count = random.choice(list(shelves))
+        documents = writer.documents(shelves[count].take(count), random, draw_needles)
+        read = tuple(writer.read_by_itself(document) for document in documents)
+        random.shuffle(documents)
+        prompt = writer.prompt(documents, random.choice(documents).fact)
+        yield tuple(Case(f"{way}-{count}", prompt, read, way) for way in (ALONE, TOGETHER))
 
 
 class Shelf:
@@ -207,15 +202,15 @@ class PromptWriter:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def documents(self, texts: Sequence[str], random: Random) -> list[Document]:
+    def documents(self, texts: Sequence[str], random: Random, draw: Draw = draw_facts) -> list[Document]:
         """`texts` with a fact each, at a random place between two sentences."""
         documents = []
-        for text, fact in zip(texts, draw_facts(len(texts), random), strict=True):
+        for text, fact in zip(texts, draw(len(texts), random), strict=True):
             with_fact = _put_in(fact.sentence, text, random)
             documents.append(Document(with_fact, fact, tuple(self._encode(with_fact))))
         return documents
 
-    def prompt(self, documents: Sequence[Document], asked: Fact) -> DocumentPrompt:
+    def prompt(self, documents: Sequence[Document], asked: Needle) -> DocumentPrompt:
         """The documents in the given order, then the question."""
         before, after = self._frame(asked.question)
         ids = self._start_ids + self._encode(before)
@@ -261,19 +256,6 @@ def message(documents: Sequence[Document], question: str) -> str:
     """What a user writes: the instruction, the documents under their headers, the question."""
     body = "".join(_header(number) + document.text for number, document in enumerate(documents, start=1))
     return f"{INSTRUCTION}{body}\n\nQuestion: {question}"
-
-
-def draw_facts(count: int, random: Random) -> list[Fact]:
-    """`count` facts with different names and numbers, and of different kinds as far as there are any."""
-    names = [f"{name} {place}" for name in _NAMES for place in _PLACES]
-    if count > len(names):
-        raise InvalidRequestError(f"there are {len(names)} made-up facts, {count} were asked for")
-    kinds = random.sample(_KINDS, len(_KINDS))
-    numbers = random.sample(range(1_000, 10_000), count)
-    return [
-        Fact(kinds[index % len(kinds)], name, numbers[index])
-        for index, name in enumerate(random.sample(names, count))
-    ]
 
 
 def _header(number: int) -> str:

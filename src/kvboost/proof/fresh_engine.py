@@ -44,6 +44,9 @@ class ReusesText(Protocol):
     def warm(self, text: Any) -> Any:
         """Read a text and keep its KV."""
 
+    def warm_documents(self, texts: Sequence[Any], *, progress: bool | None = None) -> Any:
+        """Read documents together and keep their KV."""
+
     def clear(self) -> None:
         """Forget all cached text."""
 

@@ -36,6 +36,7 @@ class Measured:
     reused_tokens: int  # found in the cache, and not exact
     recomputed_tokens: int
     seconds: float  # look-up, placing, choosing and computing, to all but the last token
+    answer_ids: tuple[int, ...] = ()  # what greedy decoding writes then, as far as it was asked for
 
 
 def strategy_of(method: str, ratio: float) -> RepairStrategy:
@@ -48,6 +49,12 @@ def strategy_of(method: str, ratio: float) -> RepairStrategy:
 def takes_ratio(method: str) -> bool:
     """Whether the recompute ratio makes a difference to the strategy that `method` names."""
     return strategy_of(method, 0.1) != strategy_of(method, 0.2)
+
+
+def until_end(token_ids: list[int], end_ids: set[int]) -> list[int]:
+    """The ids before the first end token: a trial goes on behind it, an answer does not."""
+    end = next((number for number, token in enumerate(token_ids) if token in end_ids), len(token_ids))
+    return token_ids[:end]
 
 
 class ReuseTrial:
@@ -71,16 +78,22 @@ class ReuseTrial:
                 token = rows[-1].argmax().reshape(1, 1)
                 rows.append(model(token, past_key_values=cache, use_cache=True).logits[0, -1].float())
         self.answer_ids: list[int] = [int(row.argmax()) for row in rows]
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        self.end_ids: set[int] = set(ends if isinstance(ends, list) else [ends]) - {None}
         self._reference = torch.log_softmax(torch.stack(rows), dim=-1)  # [continuation, vocab]
 
-    def measure(self, method: str, ratio: float, engine: ReusesText | None = None) -> Measured:
+    def measure(
+        self, method: str, ratio: float, engine: ReusesText | None = None, *, answer_tokens: int = 0
+    ) -> Measured:
         """Fill a cache from the engine's store as `method` says and compare the continuation.
 
-        Another `engine` of the same model may be given.
+        Another `engine` of the same model may be given. With `answer_tokens`, so many are written greedily.
         """
-        return self.measure_strategy(strategy_of(method, ratio), engine)
+        return self.measure_strategy(strategy_of(method, ratio), engine, answer_tokens=answer_tokens)
 
-    def measure_strategy(self, strategy: RepairStrategy, engine: ReusesText | None = None) -> Measured:
+    def measure_strategy(
+        self, strategy: RepairStrategy, engine: ReusesText | None = None, *, answer_tokens: int = 0
+    ) -> Measured:
         """Like `measure`, with a strategy of one's own."""
         engine = engine or self._engine
         started = time.perf_counter()
@@ -88,6 +101,7 @@ class ReuseTrial:
             arena, plan, recomputed = self._filled(strategy, engine)
             seconds = time.perf_counter() - started
             log_probs = self._continuation(arena)
+            answer = self._answer(arena, log_probs.argmax(-1).tolist(), answer_tokens)
         kl = (self._reference.exp() * (self._reference - log_probs)).sum(-1)
         agreed = self._reference.argmax(-1) == log_probs.argmax(-1)
         return Measured(
@@ -96,18 +110,31 @@ class ReuseTrial:
             reused_tokens=len(positions_of(plan.runs, exact=False)),
             recomputed_tokens=len(recomputed),
             seconds=seconds,
+            answer_ids=tuple(answer),
         )
 
-    def answer(self, method: str, ratio: float, tokens: int) -> list[int]:
-        """The greedy answer of `tokens` tokens over what `method` makes of the engine's store."""
-        model, answer = self._engine.model, [int(self._ids[-1])]
-        device = model.get_input_embeddings().weight.device
-        with decode.running(model, fast=True), torch.no_grad():
-            arena, _, _ = self._filled(strategy_of(method, ratio), self._engine)
-            for _ in range(tokens):
+    def _answer(self, arena: Arena, likeliest: list[int], tokens: int) -> list[int]:
+        """The greedy answer of `tokens` tokens over an arena with the prompt and the reference behind it.
+
+        `likeliest` are the likeliest tokens along that. As far as they agree with it they are the answer;
+        from the first that does not, it is decoded.
+        """
+        if not tokens:
+            return []
+        pairs = zip(likeliest, self.answer_ids, strict=True)
+        agreed = next((number for number, (a, b) in enumerate(pairs) if a != b), len(likeliest))
+        answer = until_end(likeliest[: min(tokens, agreed + 1)], self.end_ids)
+        if len(answer) <= min(tokens - 1, agreed):  # it has ended
+            return answer
+        model, device = self._engine.model, self._engine.model.get_input_embeddings().weight.device
+        arena.set_length(len(self._ids) + min(agreed, len(likeliest) - 1))
+        with torch.no_grad():
+            while len(answer) < tokens:
                 fed = torch.tensor([answer[-1:]], device=device)
                 answer.append(int(model(fed, past_key_values=arena, use_cache=True).logits[0, -1].argmax()))
-        return answer[1:]
+                if answer[-1] in self.end_ids:
+                    break
+        return until_end(answer, self.end_ids)
 
     def _filled(self, strategy: RepairStrategy, engine: ReusesText) -> tuple[Arena, ReusePlan, np.ndarray]:
         """An arena with all but the prompt's last token, and what was reused and computed again for it."""

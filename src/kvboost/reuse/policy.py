@@ -99,7 +99,9 @@ class Approximation:
         return self._asked_for(now.ratio if ratio is None else float(ratio), now.no_ratio_reason, selector)
 
     def _of(self, ratio: float | None, no_ratio_reason: str, selector: str | None) -> Repair:
-        given: dict[str, Any] = {} if ratio is None else {"recompute_ratio": ratio, "max_kl": None}
+        given: dict[str, Any] = {}
+        if ratio is not None:
+            given = {"recompute_ratio": ratio, "max_kl": None, "min_facts": None}
         if selector is not None:
             given["selector"] = selector
         return self._with(replace(self._settings, **given), ratio, no_ratio_reason)

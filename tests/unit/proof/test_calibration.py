@@ -14,6 +14,9 @@ import pytest
 from kvboost.errors import CacheFileError, InvalidRequestError
 from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration
+from kvboost.proof.documents import ALONE, TOGETHER
+from kvboost.proof.needles import FactScores
+from kvboost.proof.quality import strategy_of
 
 FAMILY = "ab" * 32
 NAN = float("nan")
@@ -81,7 +84,9 @@ def test_another_version_is_measured_again() -> None:
     assert calibration.load(FAMILY, "guided") is None
 
 
-@pytest.mark.parametrize("missing", ["errors", "model", "prompts", "measured_at", "family", "selector"])
+@pytest.mark.parametrize(
+    "missing", ["errors", "facts", "model", "prompts", "questions", "family", "selector"]
+)
 def test_missing_parts_are_named(missing: str) -> None:
     path = calibration.save(made({0.1: 0.01}))
     document = json.loads(path.read_text())
@@ -137,45 +142,47 @@ class FakeEngine:
         assert salt == ""
         return SimpleNamespace(family=FAMILY)
 
-    def warm(self, text: Any) -> None:
-        self.calls.append(("warm", text))
 
-    def clear(self) -> None:
-        self.calls.append("clear")
+def test_measuring_takes_the_worse_way_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = FactScores(asked=4, answered=2)
+    for way, kl, kept in (
+        (ALONE, 0.2, False),
+        (ALONE, 0.4, True),
+        (TOGETHER, 0.1, True),
+        (TOGETHER, 0.3, True),
+    ):
+        for ratio in ("0.1", "0.5"):
+            scores.add(way, ratio, kl * (1 - float(ratio)), kept=kept or ratio == "0.5")
+    asked: dict[str, Any] = {}
 
+    def measured(engine: Any, strategies: Any, _cases: Any, **options: Any) -> FactScores:
+        asked.update(engine=engine, strategies=strategies, **options)
+        return scores
 
-def test_measuring_takes_the_worse_way_of_caching(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = ["alone-4", "behind-4", "alone-8", "behind-8"]
-    cases = [
-        SimpleNamespace(group=group, read_before=[[n]], prompt=SimpleNamespace(token_ids=n))
-        for n, group in enumerate(groups)
-    ]
-    monkeypatch.setattr(calibration, "make_cases", lambda *_args: cases)
-    errors = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.6}  # means: alone 0.2, behind 0.4
-
-    class Trial:
-        def __init__(self, _engine: Any, ids: int) -> None:
-            self.ids = ids
-
-        def measure(self, selector: str, ratio: float) -> Any:
-            assert selector == "deviation"
-            return SimpleNamespace(kl=errors[self.ids] * (1 - ratio))
-
-    monkeypatch.setattr(calibration, "ReuseTrial", Trial)
-    engine, reports = FakeEngine(), []
+    monkeypatch.setattr(calibration, "measure_facts", measured)
+    monkeypatch.setattr(calibration, "needle_cases", lambda *_args: iter(()))
+    engine = FakeEngine()
     found = calibration.measure(
         engine,  # type: ignore[arg-type]
         model="m",
         selector="deviation",
         prompts=4,
         ratios=iter((0.1, 0.5)),
-        report=lambda done, total: reports.append((done, total)),
     )
-    assert found.errors == {0.1: pytest.approx(0.36), 0.5: pytest.approx(0.2)}
-    assert (found.family, found.selector, found.prompts) == (FAMILY, "deviation", 4)
-    assert reports[0] == (0, 4)
-    assert reports[-1] == (4, 4)
-    assert engine.calls == [step for n in range(4) for step in ("clear", ("warm", [n]))] + ["clear"]
+    assert found.errors == {0.1: pytest.approx(0.27), 0.5: pytest.approx(0.15)}
+    assert found.facts == {0.1: 0.5, 0.5: 1.0}
+    assert (found.family, found.selector, found.prompts, found.questions) == (FAMILY, "deviation", 4, 2)
+    assert (asked["engine"], asked["questions"], asked["only_answered"]) == (engine, 4, False)
+    assert asked["strategies"] == {f"{ratio:g}": strategy_of("deviation", ratio) for ratio in (0.1, 0.5)}
+
+
+def test_a_model_that_answers_nothing_has_no_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = FactScores(asked=4)
+    scores.add(ALONE, "0.1", 0.3, kept=False)
+    monkeypatch.setattr(calibration, "measure_facts", lambda *_args, **_options: scores)
+    monkeypatch.setattr(calibration, "needle_cases", lambda *_args: iter(()))
+    found = calibration.measure(FakeEngine(), model="m", selector="guided", ratios=[0.1])  # type: ignore[arg-type]
+    assert (found.errors, found.facts, found.questions) == ({0.1: 0.3}, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -187,3 +194,21 @@ def test_what_cannot_be_measured_is_said(options: dict[str, Any], words: str) ->
     with pytest.raises(InvalidRequestError, match=words):
         calibration.measure(engine, model="m", selector="guided", **options)  # type: ignore[arg-type]
     assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("max_kl", "min_facts", "ratio"),
+    [(None, 0.8, 0.2), (0.05, 0.8, 0.2), (0.015, 0.8, 0.5), (None, 0.5, 0.1), (0.05, 0.99, None)],
+)
+def test_a_ratio_holds_both_bounds(max_kl: float | None, min_facts: float, ratio: float | None) -> None:
+    found = made({0.1: 0.04, 0.2: 0.02, 0.5: 0.01}, facts={0.1: 0.6, 0.2: 0.8, 0.5: 0.9}, questions=10)
+    assert found.ratio_for(max_kl, min_facts) == ratio
+
+
+def test_without_questions_no_share_of_facts_is_held() -> None:
+    assert made({0.1: 0.04}).ratio_for(None, 0.1) is None
+
+
+def test_bounds_in_words() -> None:
+    assert calibration.bounds_text(0.05, None) == "max_kl=0.05"
+    assert calibration.bounds_text(0.05, 0.8) == "max_kl=0.05 and min_facts=0.8"

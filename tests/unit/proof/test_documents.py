@@ -12,16 +12,17 @@ from kvboost.errors import InvalidRequestError
 from kvboost.proof.documents import (
     ALONE,
     BEHIND,
+    TOGETHER,
     Case,
     Document,
-    Fact,
     Group,
     PromptWriter,
     Shelf,
-    draw_facts,
     groups_of,
     make_cases,
+    needle_cases,
 )
+from kvboost.proof.facts import Fact
 
 GROUPS = groups_of((2, 3), 1_200)  # bytes are tokens here, so texts are short
 
@@ -89,7 +90,7 @@ def test_what_was_read_stands_in_the_prompt(cases: list[Case]) -> None:
 def test_every_document_holds_its_fact_and_no_other(cases: list[Case]) -> None:
     for case in cases:
         facts = [document.fact for document in case.prompt.documents]
-        assert len({fact.name for fact in facts}) == len({fact.number for fact in facts}) == len(facts)
+        assert len({fact.name for fact in facts}) == len({fact.sentence for fact in facts}) == len(facts)
         for document, fact in itertools.product(case.prompt.documents, facts):
             assert document.text.count(fact.sentence) == (document.fact == fact)
         assert case.prompt.asked in facts
@@ -127,8 +128,6 @@ def test_more_text_than_there_is_is_an_error(tokenizer: Any) -> None:
         Shelf(tokenizer, 5_000, 6_000, seed=0).take(10_000)
     with pytest.raises(InvalidRequestError, match="1 token"):
         Shelf(tokenizer, 0, 10, seed=0)
-    with pytest.raises(InvalidRequestError, match="made-up facts"):
-        draw_facts(10_000, Random(0))
 
 
 def test_the_prompt_is_the_chat_template_of_its_content(tokenizer: Any, cases: list[Case]) -> None:
@@ -161,20 +160,19 @@ def test_a_tokenizer_without_a_template() -> None:
     assert writer.read_by_itself(document, behind=["ab"]) == [1, 107, 108, 20, 20, *document.token_ids]
 
 
-@pytest.mark.parametrize(
-    ("answer", "found"),
-    [
-        ("It is 4812.", True),
-        ("4,812", True),
-        ("code: 4 812!", True),
-        ("It is 48123.", False),
-        ("14812", False),
-        ("It is 481", False),
-        ("", False),
-    ],
-)
-def test_a_fact_is_found_by_its_number(answer: str, found: bool) -> None:
-    assert Fact("access code", "Heron archive", 4812).is_in(answer) is found
+def test_needles_are_read_alone_and_together(tokenizer: Any) -> None:
+    seen = list(itertools.islice(needle_cases(tokenizer, (2, 3), 600, seed=1), 6))
+    again = list(itertools.islice(needle_cases(tokenizer, (2, 3), 600, seed=1), 6))
+    for (alone, together), (same, _) in zip(seen, again, strict=True):
+        assert (alone.way, together.way) == (ALONE, TOGETHER)
+        assert alone.prompt is together.prompt
+        assert alone.read_before == together.read_before
+        assert alone.prompt.token_ids.tolist() == same.prompt.token_ids.tolist()
+        prompt = tokenizer.decode(alone.prompt.token_ids)
+        assert prompt.count(alone.prompt.asked.sentence) == 1
+        documents = {tuple(document.token_ids) for document in alone.prompt.documents}
+        assert documents == {tuple(ids) for ids in alone.read_before}
+    assert {len(alone.prompt.documents) for alone, _ in seen} == {2, 3}
 
 
 def test_groups_and_documents_are_plain_data() -> None:
