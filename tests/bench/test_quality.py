@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from benchmarks.suite.quality import METHODS, OVERALL, Outcome, QualitySettings,
 from kvboost.bench import plots as base_plots
 from kvboost.errors import InvalidRequestError, KVBoostError
 from kvboost.proof.calibration import Calibration
+from kvboost.proof.documents import ALONE, TOGETHER
+from kvboost.proof.needles import FactScores
 
 SMALL = QualitySettings(
     prompts=8,
@@ -22,7 +26,7 @@ SMALL = QualitySettings(
     prompt_tokens=900,
     ratios=(0.2, 0.1),
     facts=4,
-    fact_tokens=8,
+    fact_ratios=(0.15,),
     budgets=(0.03, 1e-9),
 )
 ERRORS = {"nothing": 0.2, "selective": 0.09, "selective_before": 0.15, "random": 0.19, "all": 0.0}
@@ -49,7 +53,6 @@ class FakeTrial:
     def __init__(self, engine: FakeEngine, prompt_ids: np.ndarray, continuation_tokens: int) -> None:
         assert continuation_tokens == 32
         self.calls: list[tuple[str, float, int | str]] = []
-        self.asked: list[str] = []
         self.prompt_ids: list[int] = prompt_ids.tolist()
         self.warmed = list(engine.warmed)
         assert all(self._is_cached(ids, prompt_ids.tolist()) for ids in self.warmed)
@@ -66,11 +69,6 @@ class FakeTrial:
         assert engine.warmed == self.warmed
         self.calls.append((method, ratio, engine.options.get("kv_cache_bits", 16)))
         return measured(method, ratio)
-
-    def answer(self, method: str, ratio: float, tokens: int) -> list[int]:
-        assert (ratio, tokens) == (0.1, 8)
-        self.asked.append(method)
-        return self.prompt_ids if method == "guided" else self.answer_ids
 
 
 class FakeModel:
@@ -95,6 +93,10 @@ class FakeEngine:
     def warm(self, token_ids: list[int]) -> None:
         self.warmed.append(token_ids)
 
+    def warm_documents(self, texts: Sequence[list[int]], *, progress: bool) -> None:
+        assert not progress
+        self.warmed += texts
+
     def clear(self) -> None:
         self.warmed.clear()
 
@@ -102,9 +104,22 @@ class FakeEngine:
         self.closed = True
 
 
+def fake_scores(
+    _engine: Any, strategies: dict[str, Any], _cases: Any, *, questions: int, report: Any
+) -> FactScores:
+    """Half of the questions are answered by full prefill; guided keeps all of these, the others none."""
+    scores = FactScores(asked=questions, answered=questions // 2)
+    for way in (ALONE, TOGETHER):
+        for name, number in itertools.product(strategies, range(questions)):
+            scores.add(way, name, 0.25, kept="guided" in name and number % 2 == 0)
+    report(questions, questions)
+    return scores
+
+
 @pytest.fixture
 def record(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(quality, "ReuseTrial", FakeTrial)
+    monkeypatch.setattr(quality, "measure_facts", fake_scores)
     steps: list[tuple[int, int, str]] = []
     found = quality.run(
         FakeEngine(tokenizer),
@@ -113,7 +128,7 @@ def record(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         lambda **o: FakeEngine(tokenizer, **o),
         lambda *s: steps.append(s),
     )
-    assert [step[:2] for step in steps] == [(number, 8) for number in range(9)]
+    assert [step[:2] for step in steps] == [*((number, 12) for number in range(8)), (12, 12), (12, 12)]
     return found
 
 
@@ -141,6 +156,7 @@ def verdicts(errors: dict[Variant, float], worse_in_b: dict[Variant, float] | No
 
 def test_everything_is_measured_on_every_prompt(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "ReuseTrial", FakeTrial)
+    monkeypatch.setattr(quality, "measure_facts", fake_scores)
     engine = FakeEngine(tokenizer)
     opened: list[FakeEngine] = []
 
@@ -154,14 +170,15 @@ def test_everything_is_measured_on_every_prompt(tokenizer: Any, monkeypatch: pyt
     assert all(set(trial.calls) == expected and len(trial.calls) == 13 for trial in engine.trials)
     assert engine.trials[0].calls != engine.trials[1].calls  # in another order
     assert [len(trial.warmed) for trial in engine.trials] == [2, 3] * 4
-    assert [trial.asked for trial in engine.trials] == [["guided", "deviation"]] * 4 + [[]] * 4
     assert [one.options for one in opened] == [{"kv_cache_bits": bits} for bits in (8, "k8v4", 4)]
     assert all(one.closed and not one.warmed for one in opened)
 
 
 def test_the_record(record: dict[str, Any]) -> None:
     assert record["benchmark"] == "quality"
-    assert list(record["groups"]) == ["alone-2", "alone-3", "behind-2", "behind-3"]
+    assert list(record["groups"]) == [
+        f"{way}-{count}" for way in ("alone", "behind", "together") for count in (2, 3)
+    ]
     names = [(result["method"], result["ratio"], result["bits"]) for result in record["results"]]
     assert names == [(variant.method, variant.ratio, variant.bits) for variant in SMALL.variants]
     for result in record["results"]:
@@ -177,22 +194,42 @@ def test_the_record(record: dict[str, Any]) -> None:
 
 
 def test_facts_are_counted(record: dict[str, Any]) -> None:
-    assert record["facts"]["prompts"] == 4
-    assert record["facts"]["found"] == {"baseline": 0.0, "guided": 1.0, "deviation": 0.0}
-    assert record["facts"]["found_where_baseline_does"]["guided"] is None  # it never did
-    outcomes = [Outcome("a", 1, 1.0, facts={"baseline": known, "guided": True}) for known in (True, False)]
-    assert quality.fact_scores(outcomes) == {
-        "ratio": 0.1,
-        "prompts": 2,
-        "found": {"baseline": 0.5, "guided": 1.0},
-        "found_where_baseline_does": {"baseline": 1.0, "guided": 1.0},
+    facts = record["facts"]
+    assert (facts["asked"], facts["answered"], facts["documents"]) == (4, 2, [4, 6, 8])
+    shares = {(row["method"], row["ratio"]): row["kept_share"] for row in facts["results"]}
+    assert shares == {
+        ("nothing", None): {"alone": 0.0, "together": 0.0},
+        ("deviation", 0.15): {"alone": 0.0, "together": 0.0},
+        ("guided", 0.15): {"alone": 1.0, "together": 1.0},
     }
+    assert all(row["kl_mean"] == {"alone": 0.25, "together": 0.25} for row in facts["results"])
 
 
-def test_an_answer_ends_at_its_end_token() -> None:
-    assert quality._until_end([5, 2, 6, 2], 2) == [5]
-    assert quality._until_end([5, 6], 2) == [5, 6]
-    assert quality._until_end([5, 6], None) == [5, 6]
+@pytest.mark.parametrize(("share", "answered", "met"), [(0.9, 100, True), (0.8, 100, False), (0.9, 99, None)])
+def test_a_share_of_facts_is_judged_where_enough_was_asked(
+    share: float, answered: int, met: bool | None
+) -> None:
+    rows = [{"method": "guided", "ratio": 0.15, "kept_share": {"alone": 0.75, "together": share}}]
+    found = quality.fact_targets({"answered": answered, "results": rows})
+    assert {target["name"]: target["met"] for target in found} == (
+        {}
+        if met is None
+        else {
+            "facts kept, guided 15%, read together": met,
+            "facts kept, guided 15%, read alone": True,
+        }
+    )
+    assert quality.fact_targets(None) == []
+
+
+def test_reading_together_is_compared_with_reading_alone() -> None:
+    fifteen = Variant("guided", 0.15)
+    outcomes = outcomes_with({fifteen: 0.04}, ("alone-4", "together-4"))
+    for outcome in outcomes[4:]:
+        outcome.found[fifteen] = Measured(0.02)
+    (found,) = quality.targets(quality.summaries(outcomes, [fifteen]), QualitySettings(ratios=(0.15,)))
+    assert found["name"] == "KL, guided 15%, read together / alone"
+    assert (found["value"], found["met"]) == (0.5, True)
 
 
 def test_without_other_widths_no_further_engine_is_opened(
