@@ -1,8 +1,9 @@
 """How much attention a few queries pay to each key, in Triton, without the matrix of probabilities.
 
 Attention itself leaves the logarithm of every query's sum of exponentials. With that, one more pass over the
-keys gives the probability that any query gives a key: the highest over the queries, summed over heads. Layers
-add up in place, in their order, so the same prompt gives the same sums. Knows tensors and tables, no model.
+keys gives the probability that any query gives a key: the highest over the queries, squared and summed over
+heads. Layers add up in place, in their order, so the same prompt gives the same sums. Knows tensors and
+tables, no model.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ if triton is not None:
                         scores = cap * (2 * tl.sigmoid(2 * scores) - 1)  # tanh; `scale` is by the cap then
                     total = tl.load(LSE + token * (KV_HEADS * GROUP) + head, mask=inside, other=float("inf"))
                     share = tl.where(seen, tl.exp2(scores - total[:, None]), 0.0)
-                    found += tl.max(share, 0)
+                    highest = tl.max(share, 0)
+                    found += highest * highest
             to = SCORES + at + index
             tl.store(to, tl.load(to, mask=there, other=0.0) + found, mask=there)
 

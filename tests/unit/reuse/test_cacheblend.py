@@ -78,9 +78,9 @@ def test_all_and_nothing_need_no_scores(selector: str, choose: Choose) -> None:
 
 def test_run_starts_come_first_and_then_the_highest(choose: Choose) -> None:
     scores = np.full(140, 1e-6)
-    scores[[5, 40, 65, 100, 135]] = [9, 5, 9, 7, 9]  # 5 is exact, 65 and 135 are live
+    scores[[5, 59, 65, 129, 135]] = [9, 5, 9, 7, 9]  # 5 is exact, 65 and 135 are live
     starts = [*range(20, 20 + RUN_START_TOKENS), *range(70, 70 + RUN_START_TOKENS)]
-    assert choose(CacheBlendRecompute(0.10), scores) == sorted([*starts, 40, 100])
+    assert choose(CacheBlendRecompute(0.10), scores) == sorted([*starts, 59, 129])
     assert choose(CacheBlendRecompute(0.08), scores) == starts
     assert choose(CacheBlendRecompute(0.05), scores) == starts[:5]
 
@@ -92,6 +92,17 @@ def test_a_token_deeper_in_its_run_needs_a_higher_score(choose: Choose) -> None:
     assert choose(CacheBlendRecompute(0.09), scores) == [*starts, 80]
     scores[125] = 5.0
     assert choose(CacheBlendRecompute(0.09), scores) == [*starts, 125]
+
+
+def test_what_stands_right_behind_a_high_score_is_taken_too(choose: Choose) -> None:
+    """A value behind the words that are asked for; not across the end of a run."""
+    scores = np.full(140, 1e-6)
+    scores[[90, 58]] = [5.0, 1.0]
+    starts = [*range(20, 24), *range(70, 74)]
+    assert choose(CacheBlendRecompute(0.13), scores) == [*starts, *range(90, 95)]
+    assert choose(CacheBlendRecompute(0.15), scores) == sorted([*starts, *range(90, 95), 58, 59])
+    scores[91] = 6.0  # two of them do not add up
+    assert choose(CacheBlendRecompute(0.139), scores) == [*starts, *range(90, 96)]
 
 
 def test_runs_shorter_than_their_start(choose: Choose) -> None:
@@ -179,7 +190,7 @@ def test_attention_from_the_end_is_the_models_own(llama: Any, tail: int) -> None
     arena = prefilled(llama, ids)
     before = [slab.clone() for slab in arena.slabs]
     scores = attention_from_the_end(llama, ids, arena, [ReusedRun(0, TOKENS, 0, False)], tail)
-    wanted = attention_of(llama, ids)[:, :, -min(tail, TOKENS) :].amax(2).sum(dim=(0, 1))
+    wanted = attention_of(llama, ids)[:, :, -min(tail, TOKENS) :].amax(2).square().sum(dim=(0, 1))
     assert scores is not None
     torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-6)
     assert all(torch.equal(slab, kept) for slab, kept in zip(arena.slabs, before, strict=True))

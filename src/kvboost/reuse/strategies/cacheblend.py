@@ -3,9 +3,10 @@
 There are two ways to find these tokens. "deviation" is the published rule (Yao et al.,
 https://arxiv.org/abs/2405.16444): run the first two layers for all reused tokens and take those whose
 values differ most from the cached ones. "guided" asks the end of the prompt: one cheap forward of its last
-tokens over the placed cache shows which tokens the answer will attend to. It always takes the first tokens
-of every run, which may be attention sinks that are no longer first, and prefers tokens near a run's start,
-which saw the least of what stands before them now. Knows no store and no engine.
+tokens over the placed cache shows which tokens the answer will attend to. What stands right behind those is
+what the answer will say, so it is taken too. It always takes the first tokens of every run, which may be
+attention sinks that are no longer first, and prefers tokens near a run's start, which saw the least of what
+stands before them now. Knows no store and no engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from kvboost.run.sparse_forward import run_scattered
 _SELECTORS = ("guided", "deviation")  # of this strategy; the option `selector` may know others
 RUN_START_TOKENS = 4  # the first tokens of a run, where its old attention sink is
 TAIL_TOKENS = 24  # "guided" observes the attention of that many tokens at the end of the prompt
-_HALF_WORTH_TOKENS = 64  # so far into a run, a token counts half as much as at its start
+_QUARTER_WORTH_TOKENS = 256  # so far into a run, a token counts a quarter of what it does at its start
+# What the tokens right behind one are worth of it, by distance: an answer attends to "the code is" and copies
+# what follows.
+_SPREAD = (0.8, 0.64, 0.5, 0.36)
 _LAYERS = 2  # that "deviation" computes for all tokens
 _MAX_DEVIATION_TOKENS = 4096  # that "deviation" computes at once
 
@@ -73,18 +77,17 @@ class CacheBlendRecompute(RepairStrategy):
         total: int,
         runs: Sequence[ReusedRun],
     ) -> np.ndarray:
-        """Those that the end of the prompt attends to, rather near the start of a run than far from it."""
+        """Those that the end of the prompt attends to and what stands right behind them, near seams first."""
 
         def worth(reused: np.ndarray) -> torch.Tensor:
             scores = attention()
-            depth = torch.from_numpy(_depth_in_run(runs, total)[reused])
-            paid = torch.ones(len(reused), dtype=torch.double)  # not every model lets it be observed
+            depth = torch.from_numpy(_depth_in_run(runs, total))
+            paid = torch.ones(total, dtype=torch.double)  # not every model lets it be observed
             if scores is not None:
-                depth = depth.to(scores.device)
-                paid = scores[torch.from_numpy(reused).to(scores.device)].double()
-            found = paid / (depth + _HALF_WORTH_TOKENS)
+                depth, paid = depth.to(scores.device), scores[:total].double()
+            found = _spread(paid / (depth + _QUARTER_WORTH_TOKENS).square(), depth)
             found[depth < RUN_START_TOKENS] = torch.inf
-            return found
+            return found[torch.from_numpy(reused).to(found.device)]
 
         return self._most_worth(runs, worth)
 
@@ -130,8 +133,9 @@ def attention_from_the_end(
 ) -> torch.Tensor | None:
     """How much the last prompt tokens attend to each token, `[tokens]`.
 
-    The highest attention probability that any of them gives it, summed over layers and heads. None if the
-    model's attention cannot be observed.
+    The highest attention probability that any of them gives it, squared and summed over layers and heads:
+    a few heads that look for one token count more than many that look at all. None if the model's attention
+    cannot be observed.
     """
     total = len(token_ids)
     start = max(0, total - tail_tokens)
@@ -180,6 +184,15 @@ def _depth_in_run(runs: Sequence[ReusedRun], total: int) -> np.ndarray:
     for run in runs:
         depth[run.start : run.end] = np.arange(run.end - run.start)
     return depth
+
+
+def _spread(worth: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+    """Each of the tokens `[tokens]` is worth a part of those right before it in its run, or more."""
+    found = worth.clone()
+    for distance, part in enumerate(_SPREAD, start=1):
+        reached = torch.where(depth[distance:] >= distance, part * worth[:-distance], 0.0)
+        found[distance:] = torch.maximum(found[distance:], reached)
+    return found
 
 
 def _highest(positions: np.ndarray, worth: torch.Tensor, budget: int) -> np.ndarray:
