@@ -166,9 +166,9 @@ def find_runs(
     """
     tainted_key = namespace.tainted().key
 
-    def rank(node: TreeNode) -> tuple[bool, int]:
-        """Exact donors first, then those that were read behind more text: they transfer better."""
-        return store.entries[node.key].root_key != tainted_key, node.start
+    def rank(node: TreeNode) -> bool:
+        """Exact donors first."""
+        return store.entries[node.key].root_key != tainted_key
 
     index = store.forest.content(namespace.content_key)
     if index is None or end - start < min_tokens:
