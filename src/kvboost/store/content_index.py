@@ -159,7 +159,8 @@ class ContentIndex:
         32 positions from the first hit behind the run before; among equals the one whose text agrees
         longest with the prompt before the run, then the one whose first node has the highest `rank`, then
         the one with the most text before it, of which 256 tokens count: what was read first of all holds
-        an attention sink. Runs shorter than `min_tokens` are left out; less than 32 cannot be asked for, a window is needed.
+        an attention sink. Runs shorter than `min_tokens` are left out; less than 32 cannot be asked for, a
+        window is needed.
         """
         prompt = tokens[: end * TOKEN_BYTES]
         ids = np.frombuffer(prompt, dtype="<u4")
