@@ -19,7 +19,7 @@ from kvboost.identity.namespace import Namespace
 from kvboost.models import WarmResult
 from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
-from kvboost.requests.prompts import Prompt
+from kvboost.requests.prompts import Prompt, TokenizedPrompt
 from kvboost.requests.request import checked_list
 
 CONTEXT_TOKENS = 2_048  # a document that would have more than these before it begins a new window
@@ -109,7 +109,7 @@ class DocumentWarmer:
     def plan(
         self,
         texts: Sequence[str | Sequence[int]],
-        behind: Prompt | None,
+        behind: Prompt | TokenizedPrompt | None,
         cache_salt: str | None,
         *,
         max_tokens: int | None = None,
