@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvboost.batching import many
@@ -125,19 +124,9 @@ class InferenceEngine:
         **options: Any,
     ) -> TextStream:
         """Like `generate`, but an iterable of text pieces, with `.result` when it is through."""
-        if "streamer" in options:
-            raise InvalidRequestError(
-                "stream brings its own streamer; use generate(..., streamer=...) for yours"
-            )
-        stream = TextStream(self.tokenizer)
-        options["streamer"] = stream.streamer
         repair = (recompute_ratio, selector)
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
-        request = self.core.read(prompt, arguments)
-        if request.options.num_sequences > 1:
-            raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_sequences}")
-        stream.start(lambda: self.core.serve(request), request.watch.cancelled)
-        return stream
+        return self.core.stream(prompt, arguments)
 
     # --- many requests -----------------------------------------------------------------------
 
@@ -249,6 +238,21 @@ class InferenceEngine:
         """
         return self.core.warmer.warm(text, position_offset, cache_salt)
 
+    def warm_documents(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        behind: Prompt | None = None,
+        *,
+        cache_salt: str | None = None,
+        progress: bool | None = None,
+    ) -> list[WarmResult]:
+        """Read documents once, so that they are found anywhere in later prompts; a result for each, in order.
+
+        Each is read behind those before it, and all behind `behind`, the text or messages that they will
+        follow: text that was read first of all transfers worse. What is held like that is not read again.
+        """
+        return self.core.documents.warm(texts, behind, cache_salt, progress)
+
     def prepare(
         self, prompt: Prompt, max_new_tokens: int = 64, *, cache_salt: str | None = None
     ) -> PreparedPrompt:
@@ -331,17 +335,11 @@ class InferenceEngine:
 
     def pin(self, text: Prompt, *, cache_salt: str | None = None) -> int:
         """Keep what is stored of `text` from eviction; returns how many of its tokens that are."""
-        return self._change_pin(self.cache_manager.pin, text, cache_salt)
+        return self.cache_manager.pin(*self.core.stored_as(text, cache_salt))
 
     def unpin(self, text: Prompt, *, cache_salt: str | None = None) -> int:
         """Take one pin of `text` back; returns how many of its tokens are stored."""
-        return self._change_pin(self.cache_manager.unpin, text, cache_salt)
-
-    def _change_pin(
-        self, change: Callable[[np.ndarray, Namespace], int], text: Prompt, cache_salt: str | None
-    ) -> int:
-        parts, salt = self.core.parts, self.core.parts.salt(cache_salt)
-        return change(parts.reader.read(text, salt, warming=True).token_ids, parts.fit.namespace(salt))
+        return self.cache_manager.unpin(*self.core.stored_as(text, cache_salt))
 
     def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> int:
         """Write the whole cache to the folder `path`; returns the number of chunks.

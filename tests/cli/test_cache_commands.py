@@ -83,6 +83,48 @@ def test_a_limit_that_was_given_holds_and_is_said(tiny_folder: str, tmp_path: Pa
     assert stats_of(tmp_path / "c")["chunks"] == 2
 
 
+def test_documents_are_read_behind_a_text(tiny_folder: str, tmp_path: Path) -> None:
+    pages = [tmp_path / f"{name}.txt" for name in ("mill", "ferry", "empty")]
+    texts = ["The mill grinds on Mondays, when the wind is good. " * 2, "The ferry leaves at eight. " * 4, ""]
+    for page, text in zip(pages, texts, strict=True):
+        page.write_text(text)
+    (tmp_path / "system.txt").write_text("Answer from the documents.")
+    arguments = (
+        "--documents",
+        "--behind",
+        tmp_path / "system.txt",
+        "--cache",
+        tmp_path / "c",
+        "--chunk-size",
+        "16",
+    )
+    outcome = kvboost("warm", tiny_folder, *pages, *arguments, "--json")
+    assert outcome.exit_code == 1, "one of them is empty"
+    assert f"{pages[2]} was left out: the document is empty" in outcome.stderr
+    files = json.loads(outcome.stdout)["files"]
+    assert [each.get("tokens") for each in files] == [len(texts[0]), len(texts[1]), None]
+    prompt = "Answer from the documents." + texts[0] + "Why?"
+    outcome = kvboost(
+        *("generate", tiny_folder, prompt, "--cache", tmp_path / "c", "--chunk-size", "16", "--json"),
+        *("--max-new-tokens", "2"),
+    )
+    assert json.loads(outcome.stdout)["cached_tokens"] >= len(prompt) - len("Why?")
+    again = kvboost("warm", tiny_folder, *pages[1::-1], *arguments)
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout.startswith(f"{pages[1]}: tokens: {len(texts[1])}, chunks: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--behind"], "give --documents too"), (["--documents", "--chat"], "give --behind too")],
+)
+def test_flags_that_need_others(text_file: Path, tmp_path: Path, flags: list[str], message: str) -> None:
+    flags = [*flags, str(text_file)] if flags == ["--behind"] else flags
+    outcome = kvboost("warm", "no/such/model", text_file, "--cache", tmp_path / "c", *flags)
+    assert outcome.exit_code == 2
+    assert message in outcome.stderr
+
+
 @pytest.mark.parametrize("command", ["warm", "generate"])
 def test_a_folder_of_other_things_is_refused_before_loading(
     command: str, tmp_path: Path, text_file: Path

@@ -157,6 +157,7 @@ METHODS: dict[str, Parameters] = {
         "do_sample": False,
     },
     "warm": {"text": REQUIRED, "position_offset": 0},
+    "warm_documents": {"texts": REQUIRED, "behind": None},
     "cache_stats": {},
     "weights_changed": {},
     "verify_correctness": {"prompts": None, "max_new_tokens": 32},

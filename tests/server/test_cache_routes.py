@@ -202,3 +202,79 @@ def test_pages_from_elsewhere_may_not_call_unless_told(make_engine: MakeEngine, 
     other = told.client.options("/v1/chat/completions", headers={**asked, "Origin": "https://evil.example"})
     assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers
+
+
+# --- documents ---------------------------------------------------------------------------------
+
+DOCUMENTS = [
+    "The ferry. It leaves from the stone pier at eight and at four, in summer also at noon. " * 2,
+    "The market. Stalls are given out by lot on the last evening of the month. " * 2,
+    "The school. Lessons begin after the milk has come, and end with the tide. " * 2,
+]
+
+
+@pytest.mark.parametrize("batching", [True, False])
+def test_documents_are_warmed_and_found_anywhere(
+    make_engine: MakeEngine, serve: Serve, batching: bool
+) -> None:
+    engine = make_engine()
+    server = serve(engine, batching=batching)
+    rules = [{"role": "system", "content": "Answer with the help of the documents."}]
+    warmed = server.post("/v1/cache/warm", messages=rules, documents=[*DOCUMENTS, DOCUMENTS[0]])
+    assert warmed.keys() == {"prompt_tokens", "cached_tokens", "ms", "documents"}
+    assert [each["tokens"] for each in warmed["documents"]] == [
+        len(text) for text in [*DOCUMENTS, DOCUMENTS[0]]
+    ]
+    assert all(each["chunks"] >= each["tokens"] // 16 for each in warmed["documents"])
+    assert all(each["warning"] is None for each in warmed["documents"])
+    assert warmed["documents"][0] == warmed["documents"][3]
+    assert warmed["cached_tokens"] == 0
+    assert warmed["prompt_tokens"] >= sum(map(len, DOCUMENTS)) + len(engine.tokenize(rules, warming=True))
+    moved = "x" * 37 + "".join(reversed(DOCUMENTS))
+    found = server.post("/v1/cache/explain", prompt=moved, mode="chunk_kv_reuse", recompute_ratio=0.1)
+    if "would not pay" not in found["choice"]:
+        assert found["cached_tokens"] >= 0.95 * sum(map(len, DOCUMENTS))
+    again = server.post("/v1/cache/warm", messages=rules, documents=DOCUMENTS[::-1])
+    assert again["prompt_tokens"] == again["cached_tokens"] == sum(map(len, DOCUMENTS))
+    assert again["documents"] == warmed["documents"][2::-1]
+    assert server.stats()["requests"]["count"] == 0, "warming is no answer"
+
+
+def test_documents_without_a_prompt_and_in_several_windows(make_engine: MakeEngine, serve: Serve) -> None:
+    server = serve(make_engine())  # 1,024 positions, so that not all of them fit into one
+    texts = [f"Page {number}. " + "Nothing happened on this day either. " * 8 for number in range(5)]
+    warmed = server.post("/v1/cache/warm", documents=texts)
+    assert all(each["warning"] is None for each in warmed["documents"])
+    assert server.post("/v1/cache/warm", documents=texts)["cached_tokens"] == sum(map(len, texts))
+
+
+def test_documents_of_one_salt_are_unknown_to_others(make_engine: MakeEngine, serve: Serve) -> None:
+    server = serve(make_engine())
+    server.post("/v1/cache/warm", documents=DOCUMENTS, cache_salt="one")
+    assert server.post("/v1/cache/warm", documents=DOCUMENTS, cache_salt="two")["cached_tokens"] == 0
+    assert server.post("/v1/cache/warm", documents=DOCUMENTS, cache_salt="one")["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "prompt", "give prompt, messages or documents"),
+        ({"prompt": "a", "messages": HELLO, "documents": ["b"]}, "prompt", "either prompt or messages"),
+        ({"documents": []}, "documents", "a list of 1 to 1000 texts"),
+        ({"documents": "a text"}, "documents", "a list of 1 to 1000 texts"),
+        ({"documents": ["a", ""]}, "documents", "none of them empty"),
+        ({"documents": ["a"] * 1001}, "documents", "a list of 1 to 1000 texts"),
+        ({"documents": ["a", "b" * 1024]}, "documents", "document 1 has 1024 tokens, and at most 1023 fit"),
+        ({"prompt": "c" * 100, "documents": ["b" * 930]}, "documents", "`behind` has 100"),
+        ({"prompt": "", "documents": ["b"]}, "prompt", "empty"),
+    ],
+)
+def test_documents_that_cannot_be_read(
+    make_engine: MakeEngine, serve: Serve, body: dict[str, object], param: str, message: str
+) -> None:
+    server = serve(make_engine())
+    answer = server.client.post("/v1/cache/warm", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert message in answer.json()["error"]["message"]
+    assert server.stats()["cache"]["chunks"] == 0

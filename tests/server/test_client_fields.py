@@ -23,11 +23,11 @@ from openai.types import chat as openai_types
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvboost import KVBoost
+from kvboost.server.cache_schemas import CacheRequest, WarmRequest
 from kvboost.server.errors import ApiError, of_validation
 from kvboost.server.readers import parse
 from kvboost.server.schemas import (
     Body,
-    CacheRequest,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -490,7 +490,11 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for kind in (ChatRequest, CompletionRequest, CacheRequest) for name in kind.model_fields],
+    [
+        (kind, name)
+        for kind in (ChatRequest, CompletionRequest, CacheRequest, WarmRequest)
+        for name in kind.model_fields
+    ],
 )
 def test_no_message_is_the_validators(kind: type[Body], name: str) -> None:
     good = {"model": "tiny", "messages": HELLO, "prompt": "hi"}

@@ -15,7 +15,8 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.server.app import create_app
-from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest
+from kvboost.server.cache_schemas import WarmRequest
+from kvboost.server.schemas import ChatRequest, CompletionRequest
 from kvboost.server.settings import ServerSettings
 from tests.docs import option_tables
 from tests.server.running import Running, running
@@ -92,7 +93,7 @@ def test_every_field_is_explained() -> None:
         text |= fields if in_text else set()
     assert chat == ChatRequest.model_fields.keys()
     assert text == CompletionRequest.model_fields.keys()
-    for name in CacheRequest.model_fields:
+    for name in WarmRequest.model_fields:
         assert f'"{name}"' in PAGE or f"`{name}`" in PAGE
 
 

@@ -76,6 +76,7 @@ class BatchCounts:
 
 
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,9 +409,7 @@ def streamed(outcomes: Iterator[Outcome[Result]], count: int) -> Iterator[tuple[
         raise PartialResultsError(results, failures) from failures[min(failures)]
 
 
-def shown(
-    outcomes: Iterator[Outcome[Result]], count: int, progress: bool | None
-) -> Iterator[Outcome[Result]]:
+def shown(outcomes: Iterator[T], count: int, progress: bool | None, what: str = "answering") -> Iterator[T]:
     """The outcomes with a progress bar; by default only where someone watches."""
     if not (sys.stderr.isatty() if progress is None else progress):
         yield from outcomes
@@ -419,7 +418,7 @@ def shown(
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("answering", total=count)
+        task = bar.add_task(what, total=count)
         for outcome in outcomes:
             bar.advance(task)
             yield outcome

@@ -6,9 +6,12 @@ calls.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from kvboost.batching import batch_memory, many
 from kvboost.batching.batch_memory import BatchMemory
@@ -17,15 +20,19 @@ from kvboost.batching.resident import ResidentBatch
 from kvboost.batching.scheduler import Scheduler
 from kvboost.batching.single import answer_one
 from kvboost.choices import GenerationMode, Origin
+from kvboost.errors import InvalidRequestError
 from kvboost.executor.alone import AloneRunner
+from kvboost.executor.documents import DocumentWarmer
 from kvboost.executor.own_loop import OwnLoop
 from kvboost.executor.warming import Warmer
+from kvboost.identity.namespace import Namespace
 from kvboost.kv.arena import Arena
 from kvboost.models import GenerationResult, ScoreResult, Span
 from kvboost.parts.engine_parts import EngineParts
 from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
 from kvboost.requests.prompts import Prompt, TokenizedPrompt
 from kvboost.requests.request import Arguments, Request
+from kvboost.requests.stream import TextStream
 from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
 from kvboost.run.step_tables import Size
 from kvboost.settings import EngineArguments, EngineSettings
@@ -44,6 +51,7 @@ class EngineCore:
         settings = EngineSettings(**arguments.engine_options)
         self.parts = parts = EngineParts(model, tokenizer, settings, strict=arguments.strict)
         self.warmer = Warmer(parts)
+        self.documents = DocumentWarmer(parts, self.warmer)
         self.alone = AloneRunner(parts, self.warmer)
         self.own_loop = OwnLoop(parts, self.warmer)
         self.resident = ResidentBatch(parts, many.default_batch_tokens)
@@ -61,6 +69,11 @@ class EngineCore:
         """What the model would read for `prompt`; with `warming`, what `warm` reads."""
         return self.parts.reader.read(prompt, self.parts.salt(cache_salt), warming=warming, bounds=bounds)
 
+    def stored_as(self, text: Prompt, cache_salt: str | None) -> tuple[np.ndarray, Namespace]:
+        """The ids `[tokens]` that `warm` reads for `text`, and the namespace of their KV."""
+        salt = self.parts.salt(cache_salt)
+        return self.parts.reader.read(text, salt, warming=True).token_ids, self.parts.fit.namespace(salt)
+
     def read(self, prompt: Prompt | TokenizedPrompt, arguments: Arguments) -> Request:
         """Check one request without running it."""
         started = time.perf_counter()
@@ -72,6 +85,20 @@ class EngineCore:
         """Answer one request: in the engine's own batch where there is one and it may, else alone."""
         result = answer_one(self.parts, self.resident, request) if self.resident.exists else None
         return result if result is not None else self.alone.serve(request)
+
+    def stream(self, prompt: Prompt, arguments: Arguments) -> TextStream:
+        """Check one request, and answer it piece by piece in a thread of its own."""
+        if "streamer" in arguments.options:
+            raise InvalidRequestError(
+                "stream brings its own streamer; use generate(..., streamer=...) for yours"
+            )
+        stream = TextStream(self.parts.tokenizer)
+        options = {**arguments.options, "streamer": stream.streamer}
+        request = self.read(prompt, dataclasses.replace(arguments, options=options))
+        if request.options.num_sequences > 1:
+            raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_sequences}")
+        stream.start(lambda: self.serve(request), request.watch.cancelled)
+        return stream
 
     def outcomes(
         self,

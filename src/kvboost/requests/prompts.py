@@ -75,6 +75,21 @@ class PromptReader:
         self._check(tokens)
         return TokenizedPrompt(tokens, text)
 
+    def read_piece(
+        self, text: str | Sequence[int], what: str, bounds: ReadingBounds = UNBOUNDED
+    ) -> np.ndarray:
+        """The ids `[tokens]` of a text that stands among others, so without special tokens around it."""
+        if isinstance(text, str):
+            self._encoder.check_length(text, bounds)
+            encoded = self._encoder.encode(text, add_special_tokens=False, what=what, bounds=bounds)
+            ids = np.asarray(encoded, dtype=np.int64)
+        elif isinstance(text, Sequence) and len(text) > 0 and isinstance(text[0], Mapping):
+            raise InvalidRequestError(f"a {what} is text or token ids, and these are messages")
+        else:
+            ids = self._checked_ids(text, what)
+        self._check(ids, what)
+        return ids
+
     def read_continuation(self, prompt: Prompt, tokens: TokenizedPrompt, continuation: Prompt) -> list[int]:
         """The ids of `continuation` (text or ids) behind `prompt`, which reads as `tokens`.
 
@@ -121,17 +136,18 @@ class PromptReader:
                 "do tokenizer and model belong together?"
             )
 
-    def _checked_ids(self, prompt: Any) -> np.ndarray:
+    def _checked_ids(self, prompt: Any, what: str = "prompt") -> np.ndarray:
         try:
             values = np.asarray(prompt)
         except (ValueError, TypeError) as error:
-            raise InvalidRequestError(f"a prompt must be text, token ids or messages: {error}") from error
+            raise InvalidRequestError(f"a {what} cannot be read as text or token ids: {error}") from error
         if values.size == 0:
             return np.zeros(0, dtype=np.int64)
         if values.ndim != 1 or values.dtype.kind not in "iu":
+            messages = ', or a list of {"role", "content"} messages' if what == "prompt" else ""
             raise InvalidRequestError(
-                "a prompt must be a string, a flat list of integer token ids, or a list of "
-                f'{{"role", "content"}} messages; got {type(prompt).__name__} of {values.dtype}'
+                f"a {what} must be a string, or a flat list of integer token ids{messages}; "
+                f"got {type(prompt).__name__} of {values.dtype}"
             )
         if values.min() < 0:
             raise InvalidRequestError(

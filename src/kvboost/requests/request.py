@@ -259,7 +259,7 @@ class RequestReader:
                 "a streamer takes one answer; use stream, or stream_many for many prompts"
             )
         mode, options = self._checked(arguments)
-        if len(_checked_list(prompts)) > 1 and any(arguments.options.get(name) for name in _WITH_STATE):
+        if len(checked_list(prompts)) > 1 and any(arguments.options.get(name) for name in _WITH_STATE):
             shared = (self._model, self._prompts.tokenizer)
             options = dataclasses.replace(options, call_options=OwnCopies(options.call_options, *shared))
         requests = []
@@ -303,7 +303,7 @@ class RequestReader:
         """Pairs of a prompt and a continuation. An error names the pair that is wrong."""
         checked_mode = choice(GenerationMode, "mode", mode)
         options = read_options(self._model, 1, 1.0, False, None, {})
-        pairs = _checked_list(prompts), _checked_list(continuations, "continuations")
+        pairs = checked_list(prompts), checked_list(continuations, "continuations")
         if len(prompts) != len(continuations):
             raise InvalidRequestError(
                 f"every prompt needs one continuation, got {len(prompts)} prompts and "
@@ -373,7 +373,8 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _checked_list(prompts: Any, what: str = "prompts") -> Sequence[Prompt]:
+def checked_list(prompts: Any, what: str = "prompts") -> Sequence[Any]:
+    """`prompts`, refused if they are no list, or a single one; errors call them `what`."""
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         is_many = isinstance(prompts, Iterable) and not isinstance(prompts, (str, bytes, Mapping))
         hint = f"pass list({what})" if is_many else "for a single one pass a list of one"

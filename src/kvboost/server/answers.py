@@ -281,10 +281,21 @@ class CacheStats(Answer):
     chunks: list[ChunkBody] | None = None
 
 
+class WarmedDocument(Answer):
+    """A document, and how many chunks hold its text now. `warning` says what is missing."""
+
+    tokens: int
+    chunks: int
+    warning: str | None
+
+
 class WarmBody(Answer):
+    """Tokens that were read or found, and how many of them were in the cache before."""
+
     prompt_tokens: int
     cached_tokens: int
     ms: float
+    documents: list[WarmedDocument] | None = None
 
 
 class ExplainedSpanBody(SpanBody):

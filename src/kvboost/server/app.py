@@ -23,8 +23,9 @@ from kvboost.errors import KVBoostError
 from kvboost.server import completions, routes
 from kvboost.server.answers import ChatChunk
 from kvboost.server.asgi import AccessLog, SiteGuard, note_failure
+from kvboost.server.cache_schemas import CacheRequest, ExplainRequest, WarmRequest
 from kvboost.server.errors import ApiError, ErrorBody, as_api_error, of_validation
-from kvboost.server.schemas import CacheRequest, ChatRequest, CompletionRequest, ExplainRequest
+from kvboost.server.schemas import ChatRequest, CompletionRequest
 from kvboost.server.service import Service
 from kvboost.server.settings import ServerSettings
 
@@ -33,7 +34,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorBody, "description": "The server failed or is shutting down."},
 }
 _FOR_ADMINS = ("/metrics", "/v1/cache/stats", "/v1/cache/clear", "/v1/cache/pin", "/v1/cache/unpin")
-_READ_BY_HAND = (ChatRequest, CompletionRequest, CacheRequest, ExplainRequest)
+_READ_BY_HAND = (ChatRequest, CompletionRequest, CacheRequest, ExplainRequest, WarmRequest)
 
 
 def create_app(engine: InferenceEngine, settings: ServerSettings) -> FastAPI:

@@ -18,6 +18,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvboost.choices import GenerationMode
 from kvboost.errors import InvalidRequestError
+from kvboost.executor.documents import DocumentPlan
+from kvboost.requests.prompts import TokenizedPrompt
 from kvboost.requests.request import Arguments
 from kvboost.requests.request import Request as EngineRequest
 from kvboost.server.answers import (
@@ -31,12 +33,13 @@ from kvboost.server.answers import (
     Status,
     Usage,
     WarmBody,
+    WarmedDocument,
 )
 from kvboost.server.asgi import TheNote, unless_gone
 from kvboost.server.auth import Admin, AnyCaller, Caller
+from kvboost.server.cache_schemas import CacheRequest, ExplainRequest, WarmRequest
 from kvboost.server.errors import ApiError, as_api_error
 from kvboost.server.readers import Reading, described, parse
-from kvboost.server.schemas import CacheRequest, ExplainRequest
 from kvboost.server.service import Service, TheService, told_reason
 from kvboost.server.tickets import Ticket
 
@@ -65,28 +68,47 @@ async def stats(
     return await service.look(partial(service.stats, chunks, admin.is_admin))
 
 
-@cache_router.post("/warm", summary="Read a prompt once, and keep it", openapi_extra=_PROMPT)
+@cache_router.post(
+    "/warm",
+    summary="Read a prompt or documents once, and keep them",
+    openapi_extra=described(WarmRequest),
+    response_model_exclude_unset=True,
+)
 async def warm(request: Request, service: TheService, caller: AnyCaller, note: TheNote) -> WarmBody:
     service.check_ready()
     started = time.perf_counter()
 
-    def read(body: CacheRequest, salt: str, reading: Reading) -> tuple[EngineRequest, str]:
-        ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
+    def read(
+        body: WarmRequest, salt: str, reading: Reading
+    ) -> tuple[list[EngineRequest], DocumentPlan | None]:
         # Exactly, whatever the server's mode is: what attended to moved text would be found by content only.
-        found = service.engine.core.read(ids, Arguments(1, GenerationMode.PREFIX_CACHE, cache_salt=salt))
-        return found, body.prompt_field
+        exactly = Arguments(1, GenerationMode.PREFIX_CACHE, cache_salt=salt)
+        if body.documents is None:
+            ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
+            return [service.engine.core.read(ids, exactly)], None
+        plan = service.plan_documents(body, salt, reading)
+        texts = [TokenizedPrompt(window.token_ids, "") for window in plan.windows]
+        return [service.engine.core.read(text, exactly) for text in texts], plan
 
-    engine_request, param = await _with_prompt(request, service, caller, read)
-    ticket = service.submit(engine_request, caller, param=param, answers=False)
-    await unless_gone(request.receive, _through(ticket))
+    requests, plan = await _with_prompt(request, service, caller, read, WarmRequest)
+    found = WarmBody(prompt_tokens=0, cached_tokens=0, ms=0.0)
+    for each in requests:  # one after the other: the next one finds what they have in common
+        ticket = service.submit(each, caller, param="prompt" if plan is None else "documents", answers=False)
+        await unless_gone(request.receive, _through(ticket))
+        found.prompt_tokens += ticket.result.prompt_tokens
+        found.cached_tokens += ticket.result.cached_tokens
     await _everything_stored(service)
-    result = ticket.result
-    note.usage = Usage.of(result.prompt_tokens, result.cached_tokens, 0)
-    return WarmBody(
-        prompt_tokens=result.prompt_tokens,
-        cached_tokens=result.cached_tokens,
-        ms=(time.perf_counter() - started) * 1e3,
-    )
+    if plan is not None:
+        found.prompt_tokens += plan.held_tokens
+        found.cached_tokens += plan.held_tokens
+        results = await service.look(partial(service.engine.core.documents.results, plan))
+        found.documents = [
+            WarmedDocument(tokens=each.token_count, chunks=each.chunks_stored, warning=each.alignment_warning)
+            for each in results
+        ]
+    note.usage = Usage.of(found.prompt_tokens, found.cached_tokens, 0)
+    found.ms = (time.perf_counter() - started) * 1e3
+    return found
 
 
 async def _everything_stored(service: Service) -> None:

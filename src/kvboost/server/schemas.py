@@ -131,7 +131,8 @@ class Body(BaseModel):
         return kept
 
 
-def _wrong(param: str, message: str) -> PydanticCustomError:
+def wrong(param: str, message: str) -> PydanticCustomError:
+    """For rules between fields: the error of the field `param`."""
     return PydanticCustomError("between_fields", "{message}", {"message": message, "param": param})
 
 
@@ -232,7 +233,6 @@ Prompts = Annotated[
     str | Texts | TokenIds | ListsOfIds,
     Expected("text, token ids, or a list of one of them, and not empty"),
 ]
-CachePrompt = Annotated[str | TokenIds, Expected("text or token ids, and not empty")]
 StopText = Annotated[str, Field(max_length=1000)]
 StopTexts = Annotated[list[StopText], Field(max_length=4, fail_fast=True)]
 Stops = Annotated[
@@ -324,7 +324,7 @@ class Generation(Neutral, Reuse):
     @model_validator(mode="after")
     def _check_common(self) -> Generation:
         if self.includes_usage and not self.stream:
-            raise _wrong("stream_options", "has a meaning only with stream")
+            raise wrong("stream_options", "has a meaning only with stream")
         if self.user is None:
             self.user = self.safety_identifier
         return self
@@ -377,9 +377,9 @@ class ChatRequest(Generation):
     def _check_between(self) -> ChatRequest:
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise _wrong("max_tokens", "is the older name of max_completion_tokens; give one of them")
+            raise wrong("max_tokens", "is the older name of max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
-            raise _wrong("top_logprobs", "has a meaning only with logprobs")
+            raise wrong("top_logprobs", "has a meaning only with logprobs")
         return self
 
     @property
@@ -413,33 +413,3 @@ class CompletionRequest(Generation):
         if isinstance(prompt, str):
             return [prompt]
         return [prompt] if isinstance(prompt[0], int) else list(prompt)
-
-
-class CacheRequest(Body):
-    """A text for /v1/cache/...: plain, as token ids, or as messages."""
-
-    prompt: CachePrompt | None = None
-    messages: Messages | None = None
-    cache_salt: Salt | None = None
-    key_salt: str | None = Field(None, description="With the admin key: the salt of the key it is done for.")
-
-    @model_validator(mode="after")
-    def _check_one(self) -> CacheRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise _wrong("prompt", "give either prompt or messages")
-        return self
-
-    @property
-    def text(self) -> AnyPrompt:
-        if self.messages is not None:
-            return [message.as_prompt() for message in self.messages]
-        assert self.prompt is not None
-        return self.prompt
-
-    @property
-    def prompt_field(self) -> str:
-        return "prompt" if self.messages is None else "messages"
-
-
-class ExplainRequest(CacheRequest, Reuse):
-    """A text for /v1/cache/explain, and what might be reused of it."""

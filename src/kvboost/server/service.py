@@ -20,6 +20,7 @@ from fastapi import Request as HttpRequest
 from kvboost.choices import GenerationMode
 from kvboost.engine import InferenceEngine
 from kvboost.errors import InvalidRequestError
+from kvboost.executor.documents import DocumentPlan
 from kvboost.models import GenerationResult
 from kvboost.requests.encoding import ReadingBounds
 from kvboost.requests.prompts import TokenizedPrompt
@@ -35,6 +36,7 @@ from kvboost.server.answers import (
 )
 from kvboost.server.asgi import unless_gone
 from kvboost.server.auth import Caller, Gate, effective_salt
+from kvboost.server.cache_schemas import WarmRequest
 from kvboost.server.errors import ApiError, as_api_error, bad_field
 from kvboost.server.metrics import Metrics
 from kvboost.server.readers import Readers, Reading, read_body
@@ -136,6 +138,22 @@ class Service:
             return read
         except InvalidRequestError as error:
             raise as_api_error(error, field) from error
+
+    def plan_documents(self, body: WarmRequest, salt: str, reading: Reading) -> DocumentPlan:
+        """In which texts documents are to be read, so that each of them can be served."""
+        behind = None
+        if body.has_text:
+            behind = self.tokenize(body.text, salt, reading, field=body.prompt_field, warming=True)
+        texts = body.documents or []
+        for text in texts:
+            self._check_size(text, "documents")
+        most = self.max_prompt_tokens
+        bounds = ReadingBounds(most, reading.go_on, apart=True)
+        room = most - 1 if most is not None else None  # a request has a token of answer
+        try:
+            return self.engine.core.documents.plan(texts, behind, salt, max_tokens=room, bounds=bounds)
+        except InvalidRequestError as error:
+            raise as_api_error(error, "documents") from error
 
     def _check_size(self, prompt: AnyPrompt, field: str) -> None:
         most, tokens = self.settings.max_prompt_characters, self.max_prompt_tokens

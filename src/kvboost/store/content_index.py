@@ -23,7 +23,7 @@ from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode, walk
 WINDOW_TOKENS = 32
 MAX_PLACES = 8  # of the places that share a window, how many are looked at
 MAX_ALIGNMENTS = 16  # how many alignments compete for one run
-CONTEXT_TOKENS = 256  # how far before a run the donor's text is compared
+CONTEXT_TOKENS = 256  # how far before a run the donor's text is compared, or counts as text at all
 MIN_SLOTS = 1024
 FREE_SLOTS_PER_HASH = 8  # at least: so at most one absent window in 8 costs a look-up
 
@@ -68,6 +68,11 @@ class _Alignment:
     shift: int
     start: int
     end: int
+
+    @property
+    def begin(self) -> int:
+        """Where it begins in the stored text."""
+        return self.start + self.shift
 
     def to_run(self) -> FoundRun:
         pieces = []
@@ -152,8 +157,10 @@ class ContentIndex:
 
         `tokens` are those of the whole prompt. Each run is the longest of those that have a window within
         32 positions from the first hit behind the run before; among equals the one whose text agrees
-        longest with the prompt before the run, then the one whose first node has the highest `rank`.
-        Runs shorter than `min_tokens` are left out; less than 32 cannot be asked for, a window is needed.
+        longest with the prompt before the run, then the one whose first node has the highest `rank`, then
+        the one with the most text before it, of which 256 tokens count: what was read first of all holds
+        an attention sink. Runs shorter than `min_tokens` are left out; less than 32 cannot be asked for, a
+        window is needed.
         """
         prompt = tokens[: end * TOKEN_BYTES]
         ids = np.frombuffer(prompt, dtype="<u4")
@@ -166,7 +173,10 @@ class ContentIndex:
             behind = bisect_left(positions, positions[place] + WINDOW_TOKENS, place)
             equal = _longest(hits[place:behind], prompt, ids, front)
             if equal and equal[0].end - equal[0].start >= min_tokens:
-                best = max(equal, key=lambda run: (_context(run, ids), rank(run.nodes[0])))
+                best = max(
+                    equal,
+                    key=lambda run: (_context(run, ids), rank(run.nodes[0]), min(run.begin, CONTEXT_TOKENS)),
+                )
                 runs.append(best.to_run())
                 front = best.end
                 behind = bisect_left(positions, front, place)
@@ -283,8 +293,8 @@ def _extend(first: TreeNode, begin: int, shift: int, prompt: bytes, ids: Ids) ->
 
 def _context(run: _Alignment, ids: Ids) -> int:
     """How many tokens right before the run agree too; some may if it begins where another one ended."""
-    begin, floor = run.start + run.shift, max(0, run.start - CONTEXT_TOKENS)
-    return begin - _agree_backwards(run.nodes[0], begin, ids, run.shift, floor)[1]
+    floor = max(0, run.start - CONTEXT_TOKENS)
+    return run.begin - _agree_backwards(run.nodes[0], run.begin, ids, run.shift, floor)[1]
 
 
 def _leading(left: Ids, right: Ids) -> int:

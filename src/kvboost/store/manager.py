@@ -24,7 +24,7 @@ from kvboost.store.chunks import ChunkStore, Room
 from kvboost.store.disk_ledger import DiskLedger
 from kvboost.store.forest import ROOT
 from kvboost.store.inserter import ChunkInserter, StoreReport, new_chunk, store_foreign
-from kvboost.store.matching import ChunkMatch, ContentMatch, PrefixMatch
+from kvboost.store.matching import ChunkMatch, ContentMatch, PrefixMatch, RunMatch
 from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode, Walk
 from kvboost.store.usage import Usage
 
@@ -111,6 +111,28 @@ class KVCacheManager:
             pieces = [piece for run in runs for piece in run]
             self._store.touch(piece.chunk.chunk_id for piece in pieces)
             return [*match.matches, *pieces]
+
+    def find_text(
+        self,
+        tokens: np.ndarray,
+        namespace: Namespace,
+        behind: np.ndarray,
+        *,
+        min_before: int,
+        used: bool = False,
+    ) -> RunMatch:
+        """What is held of `tokens` from their first one on, exactly, in one run behind other text.
+
+        Its text begins with `behind`, and at least `min_before` tokens stand before it. With `used` its
+        chunks are counted as used.
+        """
+        with self._store.lock:
+            found = matching.find_text(
+                self._store, token_bytes(tokens), namespace, token_bytes(behind), min_before
+            )
+            if used:
+                self._store.touch(piece.chunk.chunk_id for piece in reversed(found))
+            return found
 
     def get(self, key: str) -> CachedChunk | None:
         """The chunk stored under a prefix hash, counted as used, or None; from disk where it is there."""

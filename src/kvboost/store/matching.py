@@ -166,9 +166,9 @@ def find_runs(
     """
     tainted_key = namespace.tainted().key
 
-    def rank(node: TreeNode) -> tuple[bool, int]:
-        """Exact donors first, then those that were read behind more text: they transfer better."""
-        return store.entries[node.key].root_key != tainted_key, node.start
+    def rank(node: TreeNode) -> bool:
+        """Exact donors first."""
+        return store.entries[node.key].root_key != tainted_key
 
     index = store.forest.content(namespace.content_key)
     if index is None or end - start < min_tokens:
@@ -188,6 +188,43 @@ def find_runs(
         if run:
             runs.append(tuple(run))
     return runs
+
+
+def find_text(
+    store: ChunkStore, raw: bytes, namespace: Namespace, before: bytes, min_before: int
+) -> RunMatch:
+    """The exact stored text that `raw` begins with, as one run that was read behind other text.
+
+    At least `min_before` tokens stand before it, and the text that it belongs to begins with `before`. The
+    caller has the store's lock.
+    """
+
+    def rank(node: TreeNode) -> bool:
+        is_exact = store.entries[node.key].root_key == namespace.key
+        return is_exact and _text_to(node).startswith(before)
+
+    index = store.forest.content(namespace.content_key)
+    runs = index.find(raw, 0, len(raw) // TOKEN_BYTES, rank=rank) if index is not None else []
+    if not runs or runs[0].start > 0:
+        return ()
+    first = runs[0].pieces[0]
+    if first.node.start + first.offset < max(min_before, len(before) // TOKEN_BYTES) or not rank(first.node):
+        return ()
+    entries = [store.entries[piece.node.key] for piece in runs[0].pieces]
+    found = [
+        ChunkMatch(entry.chunk, piece.start, piece.end, piece.offset, approximate=True)
+        for entry, piece in zip(entries, runs[0].pieces, strict=True)
+    ]
+    return tuple(found) if not any(entry.lost for entry in entries) else ()
+
+
+def _text_to(node: TreeNode | None) -> bytes:
+    """All tokens from the root to the end of `node`."""
+    parts = []
+    while node is not None:
+        parts.append(node.tokens)
+        node = node.parent
+    return b"".join(reversed(parts))
 
 
 def _nodes_of(walk: Walk) -> list[TreeNode]:

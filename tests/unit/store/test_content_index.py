@@ -165,14 +165,15 @@ def check_choices(
                     for last, text in texts
                     if text[: first.end] == text_of(first) and is_under(last, first)
                 )
-                keys.append((longest, context, rank(first)))
+                keys.append((longest, context, rank(first), min(begin, CONTEXT_TOKENS)))
         best = max(keys)
         if left and not own_windows(left[0]).isdisjoint(group):
             run = left.pop(0)
             piece = run.pieces[0]
             before = text_of(piece.node)[: piece.node.start + piece.offset]
             context = agreeing(before[::-1], prompt[: run.start][::-1][:CONTEXT_TOKENS])
-            key = (run.end - run.start, context, rank(piece.node))
+            begin = min(len(before), CONTEXT_TOKENS)
+            key = (run.end - run.start, context, rank(piece.node), begin)
             assert key in keys
             assert key == best or not complete
             front = run.end
@@ -360,6 +361,29 @@ def test_the_rank_is_that_of_the_first_node() -> None:
     low = store.insert(store.roots[1], token_bytes(random_ids(random, 64) + shared[:60]), 1)
     store.insert(low, token_bytes(shared[60:]), 3)
     assert store.find([1, *shared], rank=rank_by_value)[0].pieces[0].node is high
+
+
+@pytest.mark.parametrize("alone_first", [True, False])
+def test_text_read_behind_other_text_is_preferred(alone_first: bool) -> None:
+    """Even where it stands in the first node of its tree, as behind a short text it does."""
+    random = Random(19)
+    shared = random_ids(random, 160)
+    texts = [shared, random_ids(random, 40) + shared]
+    store = Store()
+    nodes = [store.put(text, 1000, value=1) for text in (texts if alone_first else texts[::-1])]
+    behind = nodes[1 if alone_first else 0]
+    assert store.find([1, *shared], rank=rank_by_value)[0].pieces[0].node is behind
+    alone = nodes[0 if alone_first else 1]
+    assert store.find([1, *shared], rank=lambda node: node is alone)[0].pieces[0].node is alone
+
+
+def test_far_and_very_far_behind_other_text_are_the_same() -> None:
+    random = Random(20)
+    shared = random_ids(random, 160)
+    store = Store()
+    store.put(random_ids(random, 3 * CONTEXT_TOKENS) + shared, 5000)
+    newest = store.put(random_ids(random, CONTEXT_TOKENS) + shared, 5000)
+    assert store.find([1, *shared])[0].pieces[0].node is newest
 
 
 def test_the_context_is_compared_over_some_tokens_only() -> None:
