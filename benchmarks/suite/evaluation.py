@@ -27,7 +27,8 @@ from typing import Any
 from kvboost.bench.prefix import spread_rounds
 from kvboost.bench.record import machine_record, spread
 from kvboost.errors import KVBoostError
-from kvboost.proof.documents import Fact, Shelf, draw_facts
+from kvboost.proof.documents import Shelf
+from kvboost.proof.facts import Fact, draw_facts
 
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 Responses = list[tuple[float, bool]]
