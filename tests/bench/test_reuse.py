@@ -102,7 +102,7 @@ def test_a_small_quality_run(tiny_folder: str, tmp_path: Path, monkeypatch: pyte
     assert outcome.exit_code == 0, outcome.stderr
     record = json.loads(outcome.stdout.splitlines()[-1])
     assert record == json.loads((tmp_path / "quality-cpu.json").read_text())
-    assert list(record["groups"]) == ["alone-2", "behind-2"]
+    assert list(record["groups"]) == ["alone-2", "behind-2", "together-2"]
     assert all(group["reused_share"] > 0.5 for group in record["groups"].values())
     errors = {(r["method"], r["ratio"]): r["groups"]["overall"] for r in record["results"] if r["bits"] == 16}
     quantized = {r["bits"]: r["groups"]["overall"] for r in record["results"] if r["bits"] != 16}
@@ -115,14 +115,18 @@ def test_a_small_quality_run(tiny_folder: str, tmp_path: Path, monkeypatch: pyte
     assert errors["all", None]["kl_mean"] < 1e-6 < errors["nothing", None]["kl_mean"]
     assert errors["nothing", None]["recomputed_share"] == 0
     assert errors["guided", 0.1]["recomputed_share"] == pytest.approx(0.1, abs=0.02)
-    assert record["facts"]["prompts"] == 2
+    assert (record["facts"]["asked"], record["facts"]["answered"]) == (8, 0)  # a random model knows nothing
     assert {path.name for path in tmp_path.iterdir()} == {
         f"quality-cpu.{kind}" for kind in ("json", "svg", "png")
     }
     tables = [bench_quality.quality_table(record), bench_quality.groups_table(record)]
     tables.append(bench_quality.budgets_table(record))
     assert "…" not in shown(*tables, bench_view.targets_table(record["targets"]))
-    assert bench_quality.facts_line(record)[:40] in outcome.stdout
+    assert bench_quality.facts_table(record) in outcome.stdout
+    answered = {**record["facts"], "answered": 2}
+    for row in answered["results"]:
+        row.update(kept={"alone": 1, "together": 2}, kept_share={"alone": 0.5, "together": 1.0})
+    assert "2 (100%)" in shown(bench_quality.facts_table({"facts": answered}))
 
 
 def test_a_small_rag_run(tiny_folder: str, tmp_path: Path) -> None:

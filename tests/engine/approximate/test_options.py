@@ -268,7 +268,7 @@ def test_the_automatic_ratio(
     assert strict.generate(prompt, max_new_tokens=2).cached_tokens == 0
     other_selector = make_engine(model=model, recompute_ratio="auto", selector="deviation")
     assert other_selector.explain(prompt).choice == NOT_CALIBRATED_REASON
-    for damage in ("", "{", "[]", '{"format": "kvboost-calibration", "version": 1}', "\x00\xff"):
+    for damage in ("", "{", "[]", '{"format": "kvboost-calibration", "version": 2}', "\x00\xff"):
         path.write_text(damage, encoding="latin-1")
         with pytest.raises(CacheFileError, match="kvboost calibrate"):
             make_engine(model=model, recompute_ratio="auto")
