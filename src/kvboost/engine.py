@@ -113,7 +113,7 @@ class InferenceEngine:
         """
         repair = (recompute_ratio, selector)
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
-        return self.core.serve(self.core.read(prompt, arguments))
+        return self.core.notice.told(self.core.serve(self.core.read(prompt, arguments)))
 
     def stream(
         self,
@@ -141,7 +141,7 @@ class InferenceEngine:
         request = self.core.read(prompt, arguments)
         if request.options.num_sequences > 1:
             raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_sequences}")
-        stream.start(lambda: self.core.serve(request), request.watch.cancelled)
+        stream.start(lambda: self.core.serve(request), request.watch.cancelled, self.core.notice.told)
         return stream
 
     # --- many requests -----------------------------------------------------------------------

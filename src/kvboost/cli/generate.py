@@ -5,7 +5,6 @@ Knows where a prompt comes from and how an answer is shown; the rest is the engi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -85,7 +84,7 @@ def generate(
             load_cache(engine, cache, progress=progress)
         if as_json:
             result = engine.generate(request, **options)
-            click.echo(json.dumps({"model": model, **dataclasses.asdict(result)}))
+            click.echo(json.dumps({"model": model, **result.to_dict()}))
         else:
             click.echo(summary(_print_answer(engine, request, **options)), err=True)
         if cache is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from kvboost.errors import CacheFileError, KVBoostError
+from kvboost.errors import ApproximateReuseWarning, CacheFileError, KVBoostError
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
@@ -65,6 +65,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            warnings.simplefilter("always", ApproximateReuseWarning)  # a line, never an error
             yield
     finally:
         logging.set_verbosity(verbosity)

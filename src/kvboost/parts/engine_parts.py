@@ -5,6 +5,7 @@ Knows what an engine consists of, not how a request runs.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ from kvboost.settings import DEFAULT_MAX_KL, EngineSettings
 from kvboost.store.chunking import ChunkRegistry, boundary_token_ids
 from kvboost.store.manager import KVCacheManager
 
+_log = logging.getLogger(__name__)
 SURPRISE_REASON = "weights had changed unseen"
 
 
@@ -188,9 +190,9 @@ class EngineParts:
         if self.settings.recompute_ratio != "auto" or found is None:
             return
         bound = self.settings.max_kl or DEFAULT_MAX_KL
-        self.approximation.use_ratio(
-            found.ratio_for(bound), f"exact reuse only: no ratio held max_kl={bound:g}"
-        )
+        ratio = found.ratio_for(bound)
+        self.approximation.use_ratio(ratio, f"exact reuse only: no ratio held max_kl={bound:g}")
+        _log.info("recompute_ratio=%s for max_kl=%g, calibrated %s", ratio, bound, found.measured_at)
 
     def drop_arenas(self) -> None:
         """Forget the text in the arenas that are kept for later requests."""

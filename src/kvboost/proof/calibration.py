@@ -8,6 +8,7 @@ smallest ratio that held it, or none. Knows how to measure and to keep, not what
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import uuid
@@ -22,6 +23,7 @@ from kvboost.proof.documents import groups_of, make_cases
 from kvboost.proof.fresh_engine import ReusesText
 from kvboost.proof.quality import Measured, ReuseTrial
 
+_log = logging.getLogger(__name__)
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 DEFAULT_PROMPTS = 12
 _DOCUMENTS = (4, 8)
@@ -115,6 +117,7 @@ def save(calibration: Calibration) -> Path:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    _log.info("calibrated %s with %d prompts, kept in %s", calibration.model, calibration.prompts, path)
     return path
 
 
