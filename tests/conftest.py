@@ -46,7 +46,7 @@ def tiny_folder(saved_model: Path) -> Iterator[str]:
 
 @pytest.fixture
 def approximate_reuse() -> Iterator[list[ApproximateReuseWarning]]:
-    """For tests in which text is reused approximately: some engine must warn. Yields the warnings."""
+    """For tests in which engines may reuse text approximately; yields what they say of it, once each."""
     with approximate_reuse_expected() as caught:
         yield caught
 

@@ -12,7 +12,7 @@ from kvboost import ApproximateReuseWarning
 
 @contextlib.contextmanager
 def approximate_reuse_expected() -> Iterator[list[ApproximateReuseWarning]]:
-    """Inside, the warning is no error; yields those that came. At least one must: else it is not needed."""
+    """Inside, the warning is no error, and none comes without need; yields those that came."""
     caught: list[ApproximateReuseWarning] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always", ApproximateReuseWarning)
@@ -26,4 +26,5 @@ def approximate_reuse_expected() -> Iterator[list[ApproximateReuseWarning]]:
 
         warnings.showwarning = note
         yield caught
-    assert caught, "no engine reused text approximately"
+    for warning in caught:
+        assert any(result.approximate_tokens for result in warning.results)
