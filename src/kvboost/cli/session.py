@@ -77,6 +77,15 @@ def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
     warn(" ".join(str(message).split()))
 
 
+@contextmanager
+def warnings_afterwards() -> Iterator[None]:
+    """Show the Python warnings of the block when it is over, not in the middle of a line."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for each in caught:
+        _show_warning(each.message)
+
+
 # --- the folder behind --cache ---------------------------------------------------------------------
 
 

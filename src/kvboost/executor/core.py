@@ -150,13 +150,13 @@ class EngineCore:
 
 
 def _log_made(parts: EngineParts) -> None:
-    model, settings = parts.model, parts.settings
+    settings, slab = parts.settings, parts.layout.slabs[0]
     _log.info(
         "engine for %s, %s on %s: chunk_size=%d, max_chunks=%s, max_cache_bytes=%s, kv_cache_bits=%s, "
         "cache_device=%s, disk_cache_dir=%s",
         parts.model_name,
-        str(model.dtype).removeprefix("torch."),
-        model.device,
+        str(slab.dtype).removeprefix("torch."),
+        slab.device,
         settings.chunk_size,
         settings.max_chunks,
         settings.max_cache_bytes,
