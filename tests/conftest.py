@@ -12,10 +12,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from kvboost import KVBoost
+from kvboost import ApproximateReuseWarning, KVBoost
 from kvboost.errors import BuiltinModelMissingError
+from kvboost.executor.reuse_notice import ReuseNotice
 from kvboost.loading.embedded import ensure_checkpoint
 from tests.fixture_types import MakeEngine
+from tests.reuse_warnings import approximate_reuse_expected
 from tests.threads import one_torch_thread
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -40,6 +42,13 @@ def tiny_folder(saved_model: Path) -> Iterator[str]:
     torch.set_num_threads(1)  # tiny models lose more by waiting for a second core than they gain
     yield str(saved_model)
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def approximate_reuse() -> Iterator[list[ApproximateReuseWarning]]:
+    """For tests in which engines may reuse text approximately; yields what they say of it, once each."""
+    with approximate_reuse_expected() as caught:
+        yield caught
 
 
 @pytest.fixture
@@ -78,6 +87,7 @@ def real_engine() -> Iterator[KVBoost]:
 def real(real_engine: KVBoost) -> Iterator[KVBoost]:
     """The real engine with an empty cache, for a test that leaves the model as it was."""
     real_engine.clear()
+    real_engine.core.notice = ReuseNotice(overlap=False)  # it may warn again
     yield real_engine
     real_engine.cache_manager.check_integrity()
     assert not real_engine.weights_changed()

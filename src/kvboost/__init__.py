@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from kvboost.disk.tier import DiskTier
     from kvboost.engine import InferenceEngine, KVBoost
+    from kvboost.errors import ApproximateReuseWarning
     from kvboost.kv.quantize import QuantizedKV, dequantize_kv, quantize_kv
     from kvboost.models import (
         AssembledPrompt,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "SUPPORTED_ARCHITECTURES": "compat",
     "UNSUPPORTED_ARCHITECTURES": "compat",
+    "ApproximateReuseWarning": "errors",
     "AssembledPrompt": "models",
     "AssemblyMode": "choices",
     "CacheBlendRecompute": "cacheblend",
@@ -69,6 +71,7 @@ _HOMES = {
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "UNSUPPORTED_ARCHITECTURES",
+    "ApproximateReuseWarning",
     "AssembledPrompt",
     "AssemblyMode",
     "CacheBlendRecompute",

@@ -107,7 +107,7 @@ class InferenceEngine:
         """
         repair = (recompute_ratio, selector)
         arguments = Arguments(max_new_tokens, mode, temperature, do_sample, cache_salt, seed, options, repair)
-        return self.core.serve(self.core.read(prompt, arguments))
+        return self.core.notice.told(self.core.serve(self.core.read(prompt, arguments)))
 
     def stream(
         self,

@@ -8,10 +8,13 @@ KVBoostError
 ├── PartialResultsError                    some of many prompts failed; it carries the other results
 ├── BuiltinModelMissingError               the built-in model is not installed
 └── CacheFileError                         a saved cache that cannot be used
+
+ApproximateReuseWarning (UserWarning)     an engine reused text approximately for the first time
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -51,6 +54,17 @@ class PartialResultsError(KVBoostError):
             f"{len(failures)} of {len(results)} prompts failed; prompt {first}: "
             f"{type(error).__name__}: {error} (the other answers are in the error's results)"
         )
+
+
+class ApproximateReuseWarning(UserWarning):
+    """Text was reused approximately, for the first time on this engine.
+
+    It comes when the answers are there and stored. `results` has them: as an error, too, it loses nothing.
+    """
+
+    def __init__(self, message: str, results: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.results = list(results)
 
 
 class BuiltinModelMissingError(KVBoostError):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -167,7 +167,8 @@ class AssembledPrompt:
 class WarmResult:
     """What `warm` left in the cache. Truthy, and an int, through `chunks_stored`.
 
-    `chunks_stored` counts the chunks of this text that the cache holds after the call.
+    `chunks_stored` counts the chunks of this text that the cache holds after the call, `evicted_chunks` those
+    that had to go for them.
     """
 
     chunks_stored: int
@@ -176,6 +177,7 @@ class WarmResult:
     chunk_boundary_aligned: bool
     partial_tail_tokens: int
     alignment_warning: str | None = None
+    evicted_chunks: int = 0
 
     def __bool__(self) -> bool:
         return self.chunks_stored > 0
@@ -187,11 +189,37 @@ class WarmResult:
 
     def __repr__(self) -> str:
         tail = "aligned" if self.chunk_boundary_aligned else f"tail of {self.partial_tail_tokens} tokens"
-        return f"WarmResult({self.chunks_stored} chunks, {self.token_count} tokens, {tail})"
+        gone = f", {self.evicted_chunks} evicted" if self.evicted_chunks else ""
+        return f"WarmResult({self.chunks_stored} chunks, {self.token_count} tokens, {tail}{gone})"
+
+
+class ReuseCounts:
+    """What a result's `spans` and `cached_tokens` say in numbers of prompt tokens."""
+
+    spans: tuple[Span, ...]
+    cached_tokens: int
+
+    @property
+    def approximate_tokens(self) -> int:
+        """Served from the cache approximately, and not computed again."""
+        return self._count(Origin.APPROXIMATE)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Served from the cache exactly."""
+        return self.saved_tokens - self.approximate_tokens
+
+    @property
+    def saved_tokens(self) -> int:
+        """Not computed in this request: exact and approximate ones."""
+        return self.cached_tokens - self._count(Origin.RECOMPUTED)
+
+    def _count(self, origin: Origin) -> int:
+        return sum(span.length for span in self.spans if span.origin is origin)
 
 
 @dataclass
-class GenerationResult:
+class GenerationResult(ReuseCounts):
     """An answer, its timing, and the origin of every prompt token.
 
     `ttft_ms` is wall time from the call to the first token, with everything inside it.
@@ -213,6 +241,17 @@ class GenerationResult:
     recomputed_tokens: int = 0
     finish_reason: str = "length"
 
+    @property
+    def decode_tokens_per_sec(self) -> float:
+        """Tokens per second behind the first one; 0.0 where there is none."""
+        seconds = (self.total_ms - self.ttft_ms) / 1e3
+        return (self.generated_tokens - 1) / seconds if self.generated_tokens > 1 and seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON: the fields, and what follows from them."""
+        derived = ("exact_tokens", "approximate_tokens", "saved_tokens", "decode_tokens_per_sec")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
     def _repr_html_(self) -> str:
         """For notebooks: the answer, its times, and the prompt by origin."""
         spans = [(span.start, span.end, span.origin.value, span.reason) for span in self.spans]
@@ -228,7 +267,7 @@ class GenerationResult:
 
 
 @dataclass(frozen=True)
-class ScoreResult:
+class ScoreResult(ReuseCounts):
     """How likely a continuation is behind a prompt, and the origin of every prompt token.
 
     `log_likelihood` is the sum of `token_log_likelihoods` (natural logarithm, one per continuation token);

@@ -9,6 +9,7 @@ import pytest
 
 from kvboost.cli.disk import uses_histogram
 from tests.cli.command import kvboost
+from tests.engine.reuse_checks import pay_always
 
 TEXT = "The lamp is lit thirty minutes before sunset."  # the tiny tokenizer has a token per byte
 TOKEN_SIZE = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, float32
@@ -231,3 +232,23 @@ def test_stats_of_nothing(tmp_path: Path) -> None:
 
 def test_small_parts() -> None:
     assert uses_histogram([0, 0, 1, 2, 3, 9, 1000]) == {"0": 2, "1": 1, "2-3": 2, "8-15": 1, "512-1023": 1}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_approximate_reuse_is_told_in_one_line(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    pay_always(monkeypatch)
+    text = "The boat leaves at nine and comes back at four. In winter it stays at the pier, as do dogs."
+    (tmp_path / "text.txt").write_text(text)
+    cache = ("--cache", str(tmp_path / "cache"), "--chunk-size", "16")
+    assert kvboost("warm", tiny_folder, tmp_path / "text.txt", *cache).exit_code == 0
+    flags = [*cache, "--max-new-tokens", "3", *(["--json"] if as_json else [])]
+    outcome = kvboost("generate", tiny_folder, f"Listen. {text} When?", *flags)
+    assert outcome.exit_code == 0, outcome.stderr
+    (line,) = [each for each in outcome.stderr.splitlines() if each.startswith("warning: ")]
+    assert "prompt tokens were reused approximately" in line
+    assert "--mode prefix_cache" in line
+    assert outcome.stderr.count("\n") == (1 if as_json else 2)
+    if as_json:
+        assert json.loads(outcome.stdout)["approximate_tokens"] > 0

@@ -541,6 +541,8 @@ def test_dataclass_fields(name: str) -> None:
 def test_the_fields_of_a_result_that_are_ours() -> None:
     names = {field.name for field in dataclasses.fields(models.GenerationResult)}
     assert names >= {"token_ids", "spans", "recomputed_tokens", "finish_reason"}
+    for name in ("exact_tokens", "approximate_tokens", "saved_tokens"):
+        assert hasattr(models.GenerationResult, name)
 
 
 @pytest.mark.parametrize("ids", [[], [0], [1, 2, 3], [255, 256, 65_535, 65_536, 4_294_967_295]])
@@ -727,6 +729,7 @@ def test_numbers_of_a_result(make_engine: MakeEngine) -> None:
     assert result.tokens_per_sec > 0
     assert result.finish_reason == "length"
     assert result.recomputed_tokens == 0
+    assert (result.exact_tokens, result.approximate_tokens, result.saved_tokens) == (20, 0, 20)
     position = 0
     for span in result.spans:
         assert span.start == position < span.end

@@ -47,6 +47,7 @@ def test_chat(real: KVBoost, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(result.output_text in printed for result in results)
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.real_model
 def test_rag_reordered(real: KVBoost, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = example("rag_reordered").main(real)

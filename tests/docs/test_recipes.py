@@ -59,7 +59,7 @@ def run_page(page: Path) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
-@pytest.mark.usefixtures("shared_model")
+@pytest.mark.usefixtures("shared_model", "approximate_reuse")
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = "\n".join(BLOCK.findall(page.read_text()))
     for module in OPTIONAL:

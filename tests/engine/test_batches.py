@@ -302,6 +302,7 @@ def test_chunk_reuse_finds_moved_text(make_engine: MakeEngine) -> None:
     assert origins & {Origin.APPROXIMATE, Origin.RECOMPUTED}
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("method", ["generate_batch", "generate_many"])
 def test_moved_text_is_repaired_together(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, method: str
@@ -359,6 +360,7 @@ def test_bit_exact_engines_refuse_batches_and_run_many_alone(make_engine: MakeEn
     assert [result.token_ids for result in engine.generate_many(prompts, max_new_tokens=4)] == expected
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_overlap_engines_run_one_by_one(make_engine: MakeEngine) -> None:
     engine = make_engine(overlap_k=8)
     prompts = ragged(3, 48, seed=32)

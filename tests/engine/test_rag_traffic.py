@@ -11,6 +11,8 @@ from tests.engine.reuse_checks import check_exact_tree, check_spans, check_store
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 SHELF = 60
 BUDGET_DOCUMENTS = 40
 PER_QUERY = 5

@@ -142,6 +142,7 @@ def test_approximate_reuse_scores_behind_moved_text(
     assert any(span.origin in (Origin.APPROXIMATE, Origin.RECOMPUTED) for span in results[0].spans)
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize(
     "options", [{"bit_exact": True}, {"overlap_k": 8}, {"kv_cache_bits": 8}, {"max_chunks": 0}]
 )

@@ -18,7 +18,7 @@ from tests.engine.test_scheduler import run
 from tests.equivalence.proofs import write_result
 from tests.texts import corpus, corpus_ids
 
-pytestmark = [pytest.mark.real_model]
+pytestmark = [pytest.mark.usefixtures("approximate_reuse"), pytest.mark.real_model]
 
 
 def documents(engine: KVBoost, count: int, shortest: int, longest: int, seed: int) -> list[list[int]]:

@@ -185,6 +185,7 @@ def test_a_running_batch_equals_baseline(
     assert [one.tokens for one in heard] == expected
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("cache_device", ["cpu", "model"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_repair_in_a_running_batch(

@@ -12,6 +12,7 @@ import torch
 from kvboost import KVBoost
 
 pytestmark = [
+    pytest.mark.usefixtures("approximate_reuse"),
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -23,6 +23,7 @@ from tests.fixture_types import MakeEngine
 from tests.tiny_models import random_ids
 
 pytestmark = [
+    pytest.mark.usefixtures("approximate_reuse"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]

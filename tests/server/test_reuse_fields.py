@@ -33,6 +33,23 @@ def test_every_request_has_its_own_mode(server: Running) -> None:
     assert 0 < repaired["recomputed_tokens"] < repaired["cached_tokens"]
 
 
+def test_approximate_answers_are_counted_and_logged_once(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With warnings as errors, as in all tests, nothing fails."""
+    for number in range(3):
+        prompt = [*random_ids(5, seed=90 + number), *PROMPT[5:]]
+        found = server.complete(prompt, max_tokens=4, temperature=0, mode="chunk_kv_reuse")["kvboost"]
+        assert found["approximate_tokens"] > 0
+        assert found["saved_tokens"] == found["exact_tokens"] + found["approximate_tokens"]
+        assert found["saved_tokens"] == found["cached_tokens"] - found["recomputed_tokens"]
+        assert found["decode_tokens_per_sec"] > 0
+    server.service.worker.call(lambda: None).result()  # what is said of an answer comes behind it
+    told = [record for record in caplog.records if "reused approximately" in record.message]
+    assert [record.levelname for record in told] == ["WARNING"]
+    assert told[0].name.startswith("kvboost.")
+
+
 def test_exact_answers_among_repaired_ones(server: Running) -> None:
     """Many clients at once: who asks for exact reuse gets the model's own answer."""
     prompts = [[*random_ids(5, seed=80 + i), *joined(SHELF[:: 1 - 2 * (i % 2)]), i] for i in range(6)]

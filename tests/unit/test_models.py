@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import operator
 import struct
 import time
@@ -19,6 +20,7 @@ from kvboost.models import (
     AssembledPrompt,
     CachedChunk,
     GenerationResult,
+    ScoreResult,
     Span,
     WarmResult,
     chained_hash,
@@ -135,6 +137,47 @@ def test_warm_result_repr_says_aligned_or_the_tail() -> None:
     assert "aligned" not in shown
     assert "8" in shown
     assert "40" in shown
+    assert "evicted" not in shown
+    assert "5 evicted" in repr(WarmResult(3, 40, 16, False, 8, evicted_chunks=5))
+
+
+SPANS = (
+    Span(0, 6, Origin.EXACT),
+    Span(6, 8, Origin.RECOMPUTED),
+    Span(8, 15, Origin.APPROXIMATE),
+    Span(15, 20, Origin.LIVE),
+)
+
+
+def a_result(generated: int = 5, ttft_ms: float = 100.0, total_ms: float = 500.0) -> GenerationResult:
+    return GenerationResult(
+        "chunk_kv_reuse", "p", "o", generated, ttft_ms, total_ms, 10.0, 0.75, 20, 15, spans=SPANS,
+        recomputed_tokens=2,
+    )  # fmt: skip
+
+
+def test_what_came_from_the_cache_in_numbers() -> None:
+    result = a_result()
+    assert (result.exact_tokens, result.approximate_tokens, result.saved_tokens) == (6, 7, 13)
+    assert result.saved_tokens == result.cached_tokens - result.recomputed_tokens
+    score = ScoreResult("chunk_kv_reuse", "p", "c", -1.0, True, [1], [-1.0], 9.0, 0.75, 20, 15, SPANS)
+    assert (score.exact_tokens, score.approximate_tokens, score.saved_tokens) == (6, 7, 13)
+    without_spans = GenerationResult("prefix_cache", "p", "o", 5, 1.0, 2.0, 10.0, 0.5, 20, 10)
+    assert (without_spans.exact_tokens, without_spans.saved_tokens) == (10, 10)
+
+
+def test_the_speed_behind_the_first_token() -> None:
+    assert a_result().decode_tokens_per_sec == pytest.approx(10.0)
+    assert a_result(generated=1).decode_tokens_per_sec == 0.0
+    assert a_result(generated=0).decode_tokens_per_sec == 0.0
+    assert a_result(ttft_ms=500.0).decode_tokens_per_sec == 0.0
+
+
+def test_a_result_as_plain_data() -> None:
+    document = json.loads(json.dumps(a_result().to_dict()))
+    assert (document["exact_tokens"], document["approximate_tokens"], document["saved_tokens"]) == (6, 7, 13)
+    assert document["decode_tokens_per_sec"] == pytest.approx(10.0)
+    assert document["spans"][2]["origin"] == "approximate"
 
 
 def test_warm_result_and_span_cannot_be_changed() -> None:

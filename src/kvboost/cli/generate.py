@@ -5,7 +5,6 @@ Knows where a prompt comes from and how an answer is shown; the rest is the engi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import click
 from rich.console import Console
 
 from kvboost.cli.options import COUNT, GroupedCommand, engine_options_with, json_option, setting
-from kvboost.cli.session import FOLDER, holds_cache, load_cache, opened_engine, unlimited
+from kvboost.cli.session import FOLDER, holds_cache, load_cache, opened_engine, unlimited, warnings_afterwards
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
@@ -85,7 +84,7 @@ def generate(
             load_cache(engine, cache, progress=progress)
         if as_json:
             result = engine.generate(request, **options)
-            click.echo(json.dumps({"model": model, **dataclasses.asdict(result)}))
+            click.echo(json.dumps({"model": model, **result.to_dict()}))
         else:
             click.echo(summary(_print_answer(engine, request, **options)), err=True)
         if cache is not None:
@@ -118,7 +117,7 @@ def as_prompt(text: str, *, chat: bool) -> Prompt:
 
 def _print_answer(engine: InferenceEngine, prompt: Prompt, **options: Any) -> GenerationResult:
     """Print the answer piece by piece as it comes."""
-    with engine.stream(prompt, **options) as pieces:
+    with warnings_afterwards(), engine.stream(prompt, **options) as pieces:
         for piece in pieces:
             click.echo(piece, nl=False)
         click.echo()

@@ -141,13 +141,16 @@ def logging_to_stderr() -> Iterator[None]:
     """The server's log on stderr, for as long as it runs."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    levels = {"kvboost.server": logging.INFO, "uvicorn": logging.WARNING}
+    levels = {"kvboost": logging.WARNING, "kvboost.server": logging.INFO, "uvicorn": logging.WARNING}
+    with_handler = [logging.getLogger(name) for name in ("kvboost", "uvicorn")]
+    for logger in with_handler:
+        logger.addHandler(handler)
     for name, level in levels.items():
-        logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
+        for logger in with_handler:
+            logger.removeHandler(handler)
         for name in levels:
-            logging.getLogger(name).removeHandler(handler)
             logging.getLogger(name).setLevel(logging.NOTSET)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from kvboost.errors import CacheFileError, KVBoostError
+from kvboost.errors import ApproximateReuseWarning, CacheFileError, KVBoostError
 
 if TYPE_CHECKING:
     from kvboost.engine import InferenceEngine
@@ -65,6 +65,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            warnings.simplefilter("always", ApproximateReuseWarning)  # a line, never an error
             yield
     finally:
         logging.set_verbosity(verbosity)
@@ -74,6 +75,15 @@ def _quiet() -> Iterator[None]:
 
 def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
     warn(" ".join(str(message).split()))
+
+
+@contextmanager
+def warnings_afterwards() -> Iterator[None]:
+    """Show the Python warnings of the block when it is over, not in the middle of a line."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    for each in caught:
+        _show_warning(each.message)
 
 
 # --- the folder behind --cache ---------------------------------------------------------------------

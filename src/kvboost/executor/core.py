@@ -7,6 +7,7 @@ calls.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from kvboost.errors import InvalidRequestError
 from kvboost.executor.alone import AloneRunner
 from kvboost.executor.documents import DocumentWarmer
 from kvboost.executor.own_loop import OwnLoop
+from kvboost.executor.reuse_notice import ReuseNotice
 from kvboost.executor.warming import Warmer
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.arena import Arena
@@ -37,6 +39,7 @@ from kvboost.reuse.explain import Explanation, explain_plan, explain_spans
 from kvboost.run.step_tables import Size
 from kvboost.settings import EngineArguments, EngineSettings
 
+_log = logging.getLogger(__name__)
 _RUNNING_BATCH_TOKENS = 65_536
 _MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
 
@@ -53,10 +56,12 @@ class EngineCore:
         self.warmer = Warmer(parts)
         self.documents = DocumentWarmer(parts, self.warmer)
         self.alone = AloneRunner(parts, self.warmer)
-        self.own_loop = OwnLoop(parts, self.warmer)
+        self.notice = ReuseNotice(overlap=settings.overlap_k > 0)
+        self.own_loop = OwnLoop(parts, self.warmer, self.notice.warn)
         self.resident = ResidentBatch(parts, many.default_batch_tokens)
         parts.arena_holders.append(self.resident)
         self.many = ManyRunner(parts, self.resident, parts.why_alone)
+        _log_made(parts)
 
     def tokenize(
         self,
@@ -97,7 +102,7 @@ class EngineCore:
         request = self.read(prompt, dataclasses.replace(arguments, options=options))
         if request.options.num_sequences > 1:
             raise InvalidRequestError(f"stream works with num_beams=1, got {request.options.num_sequences}")
-        stream.start(lambda: self.serve(request), request.watch.cancelled)
+        stream.start(lambda: self.serve(request), request.watch.cancelled, self.notice.told)
         return stream
 
     def outcomes(
@@ -114,13 +119,14 @@ class EngineCore:
         repair = self.parts.approximation.repair(*arguments.repair)
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
         requests = self.parts.requests.read_all(prompts, arguments, namespace, started, repair)
-        return self.many.outcomes(
+        outcomes = self.many.outcomes(
             many.generate_jobs(requests),
             self.alone.serve,
             at_least=2,
             unshared_alone=unshared_alone,
             max_batch_tokens=max_batch_tokens,
         )
+        return self.notice.over(outcomes)
 
     def scores(
         self,
@@ -136,7 +142,8 @@ class EngineCore:
         namespace = self.parts.fit.last_namespace(self.parts.salt(cache_salt))
         requests = self.parts.requests.read_scores(prompts, continuations, namespace, mode, started)
         jobs = many.score_jobs(requests, self.parts.reader.decode)
-        return self.many.outcomes(jobs, self.alone.score, max_batch_tokens=max_batch_tokens)
+        outcomes = self.many.outcomes(jobs, self.alone.score, max_batch_tokens=max_batch_tokens)
+        return self.notice.over(outcomes)
 
     def scheduler(self, max_sequences: int | None = None, max_tokens: int | None = None) -> Scheduler:
         """A running batch that requests join and leave at any step; drive it from one thread.
@@ -167,3 +174,20 @@ class EngineCore:
         plan = parts.assembler.plan(parts.lookup(request))
         note = plan.refusal or (plan.repair.choice(plan) if plan.repair is not None else "")
         return explain_plan(plan, ids.tolist(), parts.tokenizer.decode, note)
+
+
+def _log_made(parts: EngineParts) -> None:
+    settings, slab = parts.settings, parts.layout.slabs[0]
+    _log.info(
+        "engine for %s, %s on %s: chunk_size=%d, max_chunks=%s, max_cache_bytes=%s, kv_cache_bits=%s, "
+        "cache_device=%s, disk_cache_dir=%s",
+        parts.model_name,
+        str(slab.dtype).removeprefix("torch."),
+        slab.device,
+        settings.chunk_size,
+        settings.max_chunks,
+        settings.max_cache_bytes,
+        settings.bits,
+        settings.cache_device,
+        settings.disk_cache_dir,
+    )

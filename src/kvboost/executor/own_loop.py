@@ -6,7 +6,7 @@ Knows the parts of an engine, and nothing of what runs between the two calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,9 +27,13 @@ from kvboost.store.inserter import StoreReport
 class OwnLoop:
     """`prepare` and `commit` of one engine."""
 
-    def __init__(self, parts: EngineParts, warmer: Warmer) -> None:
+    def __init__(
+        self, parts: EngineParts, warmer: Warmer, tell: Callable[[Sequence[PreparedPrompt]], None]
+    ) -> None:
+        """`tell` hears what was reused for a prompt, after its answer was stored."""
         self._parts = parts
         self._warmer = warmer
+        self._tell = tell
 
     def prepare(self, prompt: Prompt, max_new_tokens: int, cache_salt: str | None) -> PreparedPrompt:
         """Ids, mask, and a cache with what is stored of the prompt."""
@@ -60,6 +64,11 @@ class OwnLoop:
 
     def commit(self, prepared: PreparedPrompt, output_ids: torch.Tensor | Sequence[int]) -> StoreReport:
         """Store what was computed for `prepared`; `output_ids` `[tokens]` is what `generate` returned."""
+        report = self._store(prepared, output_ids)
+        self._tell([prepared])
+        return report
+
+    def _store(self, prepared: PreparedPrompt, output_ids: torch.Tensor | Sequence[int]) -> StoreReport:
         parts = self._parts
         ids = prepared.computed_ids(output_ids)
         if ids is None or prepared.arena is None or prepared.namespace is None:

@@ -6,6 +6,8 @@ of an engine, no answers.
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
@@ -21,6 +23,8 @@ from kvboost.reuse.recorder import NO_POSITIONS, Answer
 from kvboost.run import decode
 from kvboost.run.sparse_forward import run_scattered
 from kvboost.store.inserter import StoreReport
+
+_log = logging.getLogger(__name__)
 
 
 class Warmer:
@@ -41,6 +45,8 @@ class Warmer:
             return WarmResult(0, total, chunk_size, tail == 0, tail, f"not kept, {why}")
         end = total - tail if parts.bit_exact else total
         report = self.read(prompt.token_ids, end, namespace, position_offset)
+        counts = total, report.stored, report.present, report.evicted
+        _log.debug("warmed %d tokens: %d chunks stored, %d there before, %d evicted", *counts)
         return WarmResult(
             chunks_stored=report.present + report.stored,
             token_count=total,
@@ -48,6 +54,7 @@ class Warmer:
             chunk_boundary_aligned=tail == 0,
             partial_tail_tokens=tail,
             alignment_warning=_alignment_warning(tail, bit_exact=parts.bit_exact),
+            evicted_chunks=report.evicted,
         )
 
     def read(self, ids: np.ndarray, end: int, namespace: Namespace, position_offset: int = 0) -> StoreReport:

@@ -5,6 +5,7 @@ Knows what an engine consists of, not how a request runs.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ from kvboost.settings import EngineSettings
 from kvboost.store.chunking import ChunkRegistry, boundary_token_ids
 from kvboost.store.manager import KVCacheManager
 
+_log = logging.getLogger(__name__)
 SURPRISE_REASON = "weights had changed unseen"
 
 
@@ -188,8 +190,9 @@ class EngineParts:
         if self.settings.recompute_ratio != "auto" or found is None:
             return
         bounds = self.settings.bounds
-        reason = f"exact reuse only: no ratio held {bounds_text(*bounds)}"
-        self.approximation.use_ratio(found.ratio_for(*bounds), reason)
+        ratio, words = found.ratio_for(*bounds), bounds_text(*bounds)
+        self.approximation.use_ratio(ratio, f"exact reuse only: no ratio held {words}")
+        _log.info("recompute_ratio=%s for %s, calibrated %s", ratio, words, found.measured_at)
 
     def drop_arenas(self) -> None:
         """Forget the text in the arenas that are kept for later requests."""

@@ -9,6 +9,7 @@ keep, not what an engine does with it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import uuid
@@ -24,6 +25,7 @@ from kvboost.proof.fresh_engine import ReusesText
 from kvboost.proof.needles import measure_facts
 from kvboost.proof.quality import strategy_of
 
+_log = logging.getLogger(__name__)
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 DEFAULT_PROMPTS = 12
 _LEAST_PROMPTS = 4
@@ -137,6 +139,7 @@ def save(calibration: Calibration) -> Path:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    _log.info("calibrated %s with %d prompts, kept in %s", calibration.model, calibration.prompts, path)
     return path
 
 

@@ -103,4 +103,5 @@ def fresh_engine(engine: Engine, **changes: Any) -> Engine:
     options = {**engine.settings.engine_options, "device": None, "max_chunks": None, "max_cache_bytes": None}
     options |= {"disk_cache_dir": None, "disk_cache_bytes": None, **changes}
     made: Engine = engine.core.engine_class(engine.model, engine.tokenizer, strict=False, **options)
+    made.core.notice.silence()  # nobody asked for its answers
     return made

@@ -139,9 +139,10 @@ def verify(
     asked = _read(engine, prompts, max_new_tokens)
     steps = len(asked) + 1
     answered = []
-    for number, ids in enumerate(asked):
-        report(number, steps, f"prompt {number + 1}")
-        answered.append(check_prompt(engine, ids, max_new_tokens, mode))
+    with engine.core.notice.paused():  # the report says what was approximate
+        for number, ids in enumerate(asked):
+            report(number, steps, f"prompt {number + 1}")
+            answered.append(check_prompt(engine, ids, max_new_tokens, mode))
     report(len(asked), steps, "the engine's parts")
     checks = tuple(run_checks(engine, asked, lambda what: report(len(asked), steps, what)))
     report(steps, steps, "done")

@@ -14,13 +14,13 @@ from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError
 from kvboost.identity.namespace import Namespace
 from kvboost.kv.arena import Arena
-from kvboost.models import Span
+from kvboost.models import ReuseCounts, Span
 
 CHANGED_REASON = "the model changed meanwhile"
 LENGTH_REASON = "the cache does not hold what prompt and answer say"
 
 
-class PreparedPrompt(dict[str, Any]):
+class PreparedPrompt(dict[str, Any], ReuseCounts):
     """`input_ids` and `attention_mask` `[1, tokens]`, and `past_key_values` with what is known.
 
     `spans` say where each prompt token's KV comes from.
@@ -42,6 +42,8 @@ class PreparedPrompt(dict[str, Any]):
         self.token_ids = token_ids
         self.arena: Arena | None = cache if isinstance(cache, Arena) else None
         self.spans = spans
+        self.prompt_tokens = len(token_ids)
+        self.cached_tokens = sum(span.length for span in spans if span.origin is not Origin.LIVE)
         self.namespace = namespace
         self._was_changed = False
 

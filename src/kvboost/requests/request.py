@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 import threading
 import time
@@ -27,6 +28,7 @@ from kvboost.requests.prompts import Prompt, PromptReader, TokenizedPrompt
 from kvboost.run.decode import Decoded, Watch
 from kvboost.run.options import GenerationOptions, read_options
 
+_log = logging.getLogger(__name__)
 _MAX_SEED = 2**63
 _WITH_STATE = ("logits_processor", "stopping_criteria")  # a caller's own; they may note what they have seen
 # Parts of them that are shared and not copied: they are large, or they are there to be shared.
@@ -39,6 +41,10 @@ _BY_REFERENCE = (
 )
 
 
+_ANSWERED = (
+    "%s: %d tokens, the first after %.0f ms; of %d prompt tokens %d from the cache exactly, %d "
+    "approximately, %d computed again"
+)
 RepairOptions = tuple[float | None, str | None]  # recompute_ratio and selector
 
 
@@ -95,7 +101,7 @@ class Request:
         total_s = (time.perf_counter() if ended is None else ended) - self.started
         cached = sum(span.length for span in spans if span.origin is not Origin.LIVE)
         tokens = len(decoded.token_ids)
-        return GenerationResult(
+        result = GenerationResult(
             mode=self.mode.value,
             prompt=self.prompt.text,
             output_text=text,
@@ -111,6 +117,11 @@ class Request:
             recomputed_tokens=sum(span.length for span in spans if span.origin is Origin.RECOMPUTED),
             finish_reason=decoded.finish_reason,
         )
+        if _log.isEnabledFor(logging.DEBUG):
+            counts = result.exact_tokens, result.approximate_tokens, result.recomputed_tokens
+            what = self.mode.value, tokens, result.ttft_ms, len(self.prompt), *counts
+            _log.debug(_ANSWERED, *what)
+        return result
 
 
 class ScoreRequest(Request):

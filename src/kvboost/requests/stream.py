@@ -42,10 +42,19 @@ class TextStream:
         self._result: GenerationResult | None = None
         self._error: BaseException | None = None
         self._ended = False
+        self._tell: Callable[[GenerationResult], object] | None = None
 
-    def start(self, serve: Callable[[], GenerationResult], cancelled: threading.Event) -> None:
-        """Serve the request in a thread; setting `cancelled` ends it at the next token."""
-        self._cancelled = cancelled
+    def start(
+        self,
+        serve: Callable[[], GenerationResult],
+        cancelled: threading.Event,
+        tell: Callable[[GenerationResult], object] | None = None,
+    ) -> None:
+        """Serve the request in a thread; setting `cancelled` ends it at the next token.
+
+        When it is through, `tell` hears of the result, once, in the thread of whoever reads the stream.
+        """
+        self._cancelled, self._tell = cancelled, tell
         self._thread = threading.Thread(target=self._work, args=(serve,), name="kvboost-stream", daemon=True)
         self._thread.start()
 
@@ -65,6 +74,7 @@ class TextStream:
         if piece is None:
             self._ended = True
             self._join()
+            self._tell_once()
             raise StopIteration
         return piece
 
@@ -74,7 +84,14 @@ class TextStream:
         self._join()
         if self._result is None:
             raise RuntimeError("the stream was not started")
+        self._tell_once()
         return self._result
+
+    def _tell_once(self) -> None:
+        """Whatever comes of telling, text and result stay."""
+        tell, self._tell = self._tell, None
+        if tell is not None and self._result is not None:
+            tell(self._result)
 
     def close(self) -> None:
         """Stop at the next token and release everything. It can be called twice."""

@@ -73,6 +73,10 @@ class Reuse(Answer):
     mode: str
     cached_tokens: int
     recomputed_tokens: int
+    exact_tokens: int
+    approximate_tokens: int
+    saved_tokens: int
+    decode_tokens_per_sec: float
     spans: list[SpanBody]
 
     @classmethod
@@ -84,6 +88,10 @@ class Reuse(Answer):
             mode=result.mode,
             cached_tokens=result.cached_tokens,
             recomputed_tokens=result.recomputed_tokens,
+            exact_tokens=result.exact_tokens,
+            approximate_tokens=result.approximate_tokens,
+            saved_tokens=result.saved_tokens,
+            decode_tokens_per_sec=result.decode_tokens_per_sec,
             spans=[
                 SpanBody(start=span.start, end=span.end, origin=span.origin, reason=told(span.reason))
                 for span in result.spans

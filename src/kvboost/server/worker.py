@@ -271,6 +271,7 @@ class Worker:
             self._stats.cancelled += 1
         if ticket.sequence is not None and self.scheduler is not None:
             self.scheduler.leave(ticket.sequence)  # what it has computed is stored all the same
+            self._log_reuse(ticket)
         elif not late:
             ticket.failed(KVBoostError("the request was cancelled"))
 
@@ -317,6 +318,7 @@ class Worker:
         for ticket in [each for each in self._running if each.is_over]:
             with self._wake:
                 self._running.remove(ticket)
+            self._log_reuse(ticket)
             if isinstance(ticket.error, RequestTimeoutError):
                 self._stats.timed_out += 1
             elif ticket.error is not None:
@@ -325,6 +327,11 @@ class Worker:
                 self._stats.cancelled += 1
             else:
                 self._count_answer(ticket)
+
+    def _log_reuse(self, ticket: Ticket) -> None:
+        """Say once that answers are approximate; in this thread no warning may become an error."""
+        if ticket.is_over and ticket.error is None:
+            self.engine.core.notice.log([ticket.result])
 
     def _count_answer(self, ticket: Ticket) -> None:
         self._stats.answered += 1

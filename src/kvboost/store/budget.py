@@ -89,6 +89,10 @@ class MemoryTier:
         """Whether it would fit if all that may go were evicted."""
         return self._is_within(self.kept_bytes + size_bytes, self.kept_entries + entries)
 
+    def lacks_entries(self, entries: int = 1) -> bool:
+        """Whether that many more are too many, whatever their size."""
+        return self.max_entries is not None and self.used_entries + entries > self.max_entries
+
     def could_ever_fit(self, size_bytes: int) -> bool:
         """Whether it would fit into an empty tier."""
         return self._is_within(size_bytes, 1)

@@ -49,7 +49,8 @@ class ChunkStore:
         self.reserved: set[str] = set()  # keys whose room is charged and whose tensors are being made
         self._num_lost = 0  # chunks whose KV is lost and that somebody still reads
         self._num_storing = 0  # texts that are being stored
-        self._num_evicted = 0
+        self.num_evicted = 0
+        self.is_crowded = False  # the limit on chunks has made some go
 
     # --- finding ------------------------------------------------------------------------------
 
@@ -277,6 +278,7 @@ class ChunkStore:
             victim = self.budget.next_victim()
             if victim is None:
                 raise AssertionError("the budget promised room that is not there")
+            self.is_crowded |= self.budget.lacks_entries(0 if is_warm else 1)
             self._evict(self._entries[victim])
         return True
 
@@ -292,7 +294,7 @@ class ChunkStore:
         else:
             self._drop_with_all_behind(node)
             self.forest.evicted.remember(node.key, node.parent.key if node.parent else "", len(node.tokens))
-        self._num_evicted += 1
+        self.num_evicted += 1
 
     def warm_up(self, entry: StoreEntry, kv: StoredKV) -> None:
         """Take the tensors of a cold chunk in, where there is room, or other saved ones can make it."""
@@ -391,5 +393,5 @@ class ChunkStore:
             "max_chunks": self.budget.max_entries,
             "max_bytes": self.budget.max_bytes,
             "pinned_chunks": self.shields.num_pinned(),
-            "evicted_chunks": self._num_evicted,
+            "evicted_chunks": self.num_evicted,
         }

@@ -6,6 +6,7 @@ refused chunk costs nothing. Knows no prompts and no namespaces.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from kvboost.store.forest import ROOT
 from kvboost.store.prefix_tree import TOKEN_BYTES, TreeNode
 from kvboost.store.usage import Usage
 
+_log = logging.getLogger(__name__)
 MakeChunk = Callable[[Room], KeptChunk]
 _OWN_FIELDS = ("text", "position_start", "position_end", "created_at", "access_count", "recomputed")
 
@@ -41,6 +43,7 @@ class StoreReport:
     stored_bytes: int = 0
     stored_keys: list[str] = field(default_factory=list)
     present: int = 0
+    evicted: int = 0  # chunks that went for those that were stored
     refused: Counter[str] = field(default_factory=Counter)
     is_refused: bool = False  # as a whole: it must not be stored
 
@@ -51,6 +54,7 @@ class ChunkInserter:
     def __init__(self, store: ChunkStore, usage: Usage) -> None:
         self._store = store
         self._usage = usage
+        self._has_told = False  # that the limit on chunks makes some go
 
     def insert(
         self,
@@ -78,7 +82,13 @@ class ChunkInserter:
                 return near
             room = Room(key or chained_hash_from_bytes(span, parent.key), parent, span, size_bytes)
             is_start = near is not None and common * TOKEN_BYTES == len(near.tokens)
+            evicted = self._store.num_evicted
             no_room = self._store.reserve(room, near if replaces and is_start else None)
+            report.evicted += self._store.num_evicted - evicted
+            is_news = self._store.is_crowded and not self._has_told
+            self._has_told |= is_news
+        if is_news:
+            self._tell_of_limit()
         if no_room:
             self.refuse(report, no_room)
             return None
@@ -100,6 +110,14 @@ class ChunkInserter:
         report.stored_bytes += size_bytes
         report.stored_keys.append(room.key)
         return node
+
+    def _tell_of_limit(self) -> None:
+        _log.warning(
+            "max_chunks=%s is reached, so the chunks that were used least go for new ones. To keep more, "
+            "raise max_chunks, or set max_chunks=None with max_cache_bytes as the limit; "
+            'cache_stats()["evicted_chunks"] counts what went. This is said once.',
+            self._store.budget.max_entries,
+        )
 
     def refuse(self, report: StoreReport, reason: str) -> None:
         """Note that something was not stored."""

@@ -29,6 +29,8 @@ from tests.engine.reuse_checks import (
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import long_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 
 @pytest.mark.parametrize("chunk_size", [16, 128])
 def test_a_chat_over_reordered_documents_is_repaired_once(chunk_size: int, make_engine: MakeEngine) -> None:

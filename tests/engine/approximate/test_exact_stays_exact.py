@@ -25,6 +25,8 @@ from tests.engine.reuse_checks import (
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import long_model, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 
 @pytest.mark.parametrize("architecture", ["llama", "phi", "gemma3"])
 def test_exact_requests_stay_exact_among_approximate_ones(

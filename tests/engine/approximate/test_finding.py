@@ -23,6 +23,8 @@ from tests.engine.reuse_checks import (
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import long_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 
 def test_a_document_is_found_at_any_offset(make_engine: MakeEngine) -> None:
     engine = make_engine(model=long_model(), recompute_ratio=0.0)

@@ -31,6 +31,8 @@ from tests.engine.reuse_checks import (
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import LENGTH_DEPENDENT, long_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 
 def test_sink_tokens_are_never_approximate(make_engine: MakeEngine) -> None:
     shelf = documents(2, seed=18, low=100, high=160)

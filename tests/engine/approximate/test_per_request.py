@@ -23,6 +23,8 @@ from tests.engine.reuse_checks import (
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import long_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 SHELF = documents(3, seed=61, low=90, high=160)
 PROMPT = [*random_ids(5, seed=1), *joined(SHELF[::-1]), *random_ids(9, seed=2)]
 

@@ -31,6 +31,8 @@ from tests.engine.test_scheduler import Heard, check_slots, run
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import ARCHITECTURES, long_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 APPROXIMATE = "chunk_kv_reuse"
 
 

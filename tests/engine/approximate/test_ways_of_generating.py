@@ -28,6 +28,8 @@ from tests.fixture_types import MakeEngine
 from tests.threads import in_threads
 from tests.tiny_models import long_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 
 def test_streams_give_what_generate_gives(make_engine: MakeEngine) -> None:
     model = long_model()

@@ -58,6 +58,7 @@ class Monitor:
         assert not self.problems, self.problems[:3]
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic_stays_in_both_budgets(
     seed: int, disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch

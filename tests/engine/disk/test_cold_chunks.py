@@ -42,6 +42,7 @@ def test_evicted_chunks_come_back_from_disk(disk_engine: MakeEngine) -> None:
             engine.cache_manager.check_integrity()
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bits": 8}, {"selector": "deviation"}], ids=str)
 def test_chains_whose_donors_are_cold(
     options: dict[str, Any], disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +66,7 @@ def test_chains_whose_donors_are_cold(
         prompt = [*prompt, *result.token_ids, *random_ids(40, seed=20 + turn)]
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_chains_go_when_a_cold_donor_is_lost(
     disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

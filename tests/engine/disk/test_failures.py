@@ -171,6 +171,7 @@ def test_a_damaged_slot_is_a_miss_with_its_reason(
     assert answers_as_baseline(disk_engine(), [*text, 7]).cached_tokens == 64
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_damage_to_moved_text(disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     pay_always(monkeypatch)
     engine = disk_engine(recompute_ratio=1.0)

@@ -42,6 +42,7 @@ ENCODINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("options", ENCODINGS.values(), ids=ENCODINGS.keys())
 def test_a_second_engine_answers_as_one_that_kept_all_in_ram(
     options: dict[str, Any], disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def test_other_models_and_dtypes(
         assert all(map(torch.equal, loaded[key].chunk.kv.tensors, kept[key]))
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_moved_documents_come_from_disk_and_repaired_in_full_give_baseline(
     disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,7 @@ def test_moved_documents_come_from_disk_and_repaired_in_full_give_baseline(
     assert result.token_ids == answer(two, prompt, "baseline").token_ids
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_approximate_never_becomes_exact_over_a_restart(
     disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +161,7 @@ def test_approximate_never_becomes_exact_over_a_restart(
     assert approximate_tokens(result) >= 90  # its content is found
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_salts_on_disk_are_kept_apart(disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     pay_always(monkeypatch)
     text = random_ids(100, seed=1)
@@ -178,6 +182,7 @@ def test_salts_on_disk_are_kept_apart(disk_engine: MakeEngine, monkeypatch: pyte
     assert b"mine" not in stored
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_text_at_an_offset_is_found_by_content_only(
     disk_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_what_was_too_slow_once_is_found_again(
     assert answer(two, [*text, 7]).cached_tokens == 96
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.timed
 @pytest.mark.usefixtures("short_deadline")
 def test_text_at_many_cold_places_waits_one_deadline_in_all(

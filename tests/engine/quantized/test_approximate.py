@@ -35,6 +35,8 @@ from tests.engine.reuse_checks import (
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import long_model, random_ids
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 
 @pytest.mark.parametrize("selector", ["guided", "deviation"])
 @pytest.mark.parametrize("bits", LOSSY)

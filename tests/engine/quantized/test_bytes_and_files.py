@@ -83,6 +83,7 @@ class BudgetWatch:
         self.most = max(self.most, alive + extra)
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests_never_leave_the_budget(
     seed: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ def test_kv_that_is_not_finite_is_not_stored(bits: KVBits, number: float, make_e
     check_bytes(engine)
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize(("ratio", "selector"), [(0.15, "guided"), (0.15, "deviation"), (1.0, "guided")])
 @pytest.mark.parametrize("bits", [16, 8, "k8v4"])
 def test_the_next_answer_is_the_same_behind_kv_that_is_not_finite(
@@ -120,6 +121,7 @@ def test_a_refused_longer_text_does_not_lose_the_tail(make_engine: MakeEngine) -
     assert engine.explain([*text, 9]).cached_tokens == 40
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("bits", LOSSY)
 def test_a_chain_over_a_tail_whose_successor_is_refused(bits: KVBits, make_engine: MakeEngine) -> None:
     """Borrows that were moved to a chunk that never comes do not dangle."""
@@ -136,6 +138,7 @@ def test_a_chain_over_a_tail_whose_successor_is_refused(bits: KVBits, make_engin
     check_bytes(engine)
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("kind", ["exact", "tainted", "chain"])
 def test_approximate_requests_go_on_where_storing_is_refused(
     kind: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ from tests.threads import in_threads
 from tests.tiny_models import long_model, random_ids, tiny_model
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("sink", [0, 6])
 @pytest.mark.parametrize("bits", LOSSY)
 def test_overlap_chunks_keep_their_encoding_and_label(
@@ -84,6 +85,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize(
     "options", OPTIONS, ids=lambda o: "+".join(f"{k}={v}" for k, v in o.items()) or "none"
 )

@@ -465,6 +465,27 @@ def test_few_hashes_never_serve_wrong_kv(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- eviction --------------------------------------------------------------------------------
 
 
+def limits_told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "max_chunks" in record.message]
+
+
+def test_the_limit_on_chunks_is_told_once_with_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    manager = manager_of(max_chunks=3)
+    reports = [store(manager, text) for text in texts_from(0, 8)]
+    assert [report.evicted for report in reports] == [0, 0, 0, 1, 1, 1, 1, 1]
+    (message,) = limits_told(caplog)
+    assert message.startswith("max_chunks=3 ")
+    assert "max_chunks=None with max_cache_bytes" in message
+
+
+def test_the_limit_on_bytes_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    manager = manager_of(max_chunks=100, max_tokens=3 * CHUNK)
+    for text in texts_from(0, 8):
+        store(manager, text)
+    assert manager.stats()["evicted_chunks"] == 5
+    assert limits_told(caplog) == []
+
+
 def test_frequently_used_chunks_outlive_one_off_ones() -> None:
     manager = manager_of(max_chunks=4)
     favourite = list(range(CHUNK))
