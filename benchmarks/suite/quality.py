@@ -98,12 +98,12 @@ class QualitySettings:
 
     @property
     def fact_variants(self) -> list[Variant]:
-        """What facts are asked over."""
-        return [
-            Variant(method, ratio)
-            for method in self.fact_methods
-            for ratio in (sorted(self.fact_ratios) if method in WITH_RATIO else [None])
-        ]
+        """What facts are asked over: guided at all ratios, others that take one at the default."""
+        found = []
+        for method in self.fact_methods:
+            ratios = sorted(self.fact_ratios) if method == "guided" else [FACT_RATIO]
+            found += [Variant(method, ratio if method in WITH_RATIO else None) for ratio in ratios]
+        return found
 
     def check(self) -> None:
         """Raise where nothing sensible could be measured."""

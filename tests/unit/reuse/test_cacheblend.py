@@ -76,33 +76,46 @@ def test_all_and_nothing_need_no_scores(selector: str, choose: Choose) -> None:
     assert choose(CacheBlendRecompute(0.5, selector=selector), runs=[]) == []
 
 
+STARTS = [*range(20, 20 + RUN_START_TOKENS), *range(70, 70 + RUN_START_TOKENS)]
+
+
 def test_run_starts_come_first_and_then_the_highest(choose: Choose) -> None:
     scores = np.full(140, 1e-6)
     scores[[5, 59, 65, 129, 135]] = [9, 5, 9, 7, 9]  # 5 is exact, 65 and 135 are live
-    starts = [*range(20, 20 + RUN_START_TOKENS), *range(70, 70 + RUN_START_TOKENS)]
-    assert choose(CacheBlendRecompute(0.10), scores) == sorted([*starts, 59, 129])
-    assert choose(CacheBlendRecompute(0.08), scores) == starts
-    assert choose(CacheBlendRecompute(0.05), scores) == starts[:5]
+    assert choose(CacheBlendRecompute(0.10), scores) == sorted([*STARTS, 59, 129])
+    assert choose(CacheBlendRecompute(0.08), scores) == STARTS
+    assert choose(CacheBlendRecompute(0.05), scores) == STARTS[:5]
 
 
 def test_a_token_deeper_in_its_run_needs_a_higher_score(choose: Choose) -> None:
     scores = np.full(140, 1e-6)
     scores[[80, 125]] = 1.0
-    starts = [*range(20, 24), *range(70, 74)]
-    assert choose(CacheBlendRecompute(0.09), scores) == [*starts, 80]
+    assert choose(CacheBlendRecompute(0.09), scores) == [*STARTS, 80]
     scores[125] = 5.0
-    assert choose(CacheBlendRecompute(0.09), scores) == [*starts, 125]
+    assert choose(CacheBlendRecompute(0.09), scores) == [*STARTS, 125]
 
 
 def test_what_stands_right_behind_a_high_score_is_taken_too(choose: Choose) -> None:
     """A value behind the words that are asked for; not across the end of a run."""
     scores = np.full(140, 1e-6)
     scores[[90, 58]] = [5.0, 1.0]
-    starts = [*range(20, 24), *range(70, 74)]
-    assert choose(CacheBlendRecompute(0.13), scores) == [*starts, *range(90, 95)]
-    assert choose(CacheBlendRecompute(0.15), scores) == sorted([*starts, *range(90, 95), 58, 59])
+    nearest = [24, 25, 26, 27, 74, 75, 76, 77]  # the rest of the other half
+    assert choose(CacheBlendRecompute(0.26), scores) == sorted(
+        [*STARTS, *range(90, 95), 58, *nearest, 28, 78, 29, 79]
+    )
     scores[91] = 6.0  # two of them do not add up
-    assert choose(CacheBlendRecompute(0.139), scores) == [*starts, *range(90, 96)]
+    found = choose(CacheBlendRecompute(0.28), scores)
+    assert set(range(90, 96)) <= set(found)
+    assert 96 not in found
+
+
+def test_half_is_looked_for_wherever_it_stands(choose: Choose) -> None:
+    """Deep in a run the other half would not find it."""
+    scores = np.full(140, 0.2)
+    scores[[55, 125]] = 0.3
+    found = choose(CacheBlendRecompute(0.2), scores)
+    assert {55, 125} <= set(found)
+    assert {24, 25, 74, 75} <= set(found)
 
 
 def test_runs_shorter_than_their_start(choose: Choose) -> None:

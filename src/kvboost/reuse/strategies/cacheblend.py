@@ -3,10 +3,10 @@
 There are two ways to find these tokens. "deviation" is the published rule (Yao et al.,
 https://arxiv.org/abs/2405.16444): run the first two layers for all reused tokens and take those whose
 values differ most from the cached ones. "guided" asks the end of the prompt: one cheap forward of its last
-tokens over the placed cache shows which tokens the answer will attend to. What stands right behind those is
-what the answer will say, so it is taken too. It always takes the first tokens of every run, which may be
-attention sinks that are no longer first, and prefers tokens near a run's start, which saw the least of what
-stands before them now. Knows no store and no engine.
+tokens over the placed cache shows which tokens the answer will attend to. Half of the budget goes to what is
+looked for and what stands right behind it, since that is what the answer will say; the other half prefers
+tokens near a run's start, which saw the least of what stands before them now. The first tokens of every run,
+which may be attention sinks that are no longer first, are always taken. Knows no store and no engine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from kvboost.run.sparse_forward import run_scattered
 _SELECTORS = ("guided", "deviation")  # of this strategy; the option `selector` may know others
 RUN_START_TOKENS = 4  # the first tokens of a run, where its old attention sink is
 TAIL_TOKENS = 24  # "guided" observes the attention of that many tokens at the end of the prompt
-_QUARTER_WORTH_TOKENS = 256  # so far into a run, a token counts a quarter of what it does at its start
-# What the tokens right behind one are worth of it, by distance: an answer attends to "the code is" and copies
-# what follows.
+_QUARTER_WORTH_TOKENS = 64  # so far into a run, a token counts a quarter of what it does at its start
+# "guided" gives this share to what is looked for, wherever it stands: an answer attends to "the code is" and
+# copies what follows, so the tokens right behind one are worth so much of it, by distance.
+_LOOKED_FOR_SHARE = 0.5
 _SPREAD = (0.8, 0.64, 0.5, 0.36)
 _LAYERS = 2  # that "deviation" computes for all tokens
 _MAX_DEVIATION_TOKENS = 4096  # that "deviation" computes at once
@@ -77,36 +78,44 @@ class CacheBlendRecompute(RepairStrategy):
         total: int,
         runs: Sequence[ReusedRun],
     ) -> np.ndarray:
-        """Those that the end of the prompt attends to and what stands right behind them, near seams first."""
+        """Half by what the end of the prompt looks for, half by what it attends to near starts of runs."""
 
-        def worth(reused: np.ndarray) -> torch.Tensor:
+        def worth(reused: np.ndarray, budget: int) -> torch.Tensor:
             scores = attention()
             depth = torch.from_numpy(_depth_in_run(runs, total))
             paid = torch.ones(total, dtype=torch.double)  # not every model lets it be observed
             if scores is not None:
                 depth, paid = depth.to(scores.device), scores[:total].double()
-            found = _spread(paid / (depth + _QUARTER_WORTH_TOKENS).square(), depth)
-            found[depth < RUN_START_TOKENS] = torch.inf
-            return found[torch.from_numpy(reused).to(found.device)]
+            where = torch.from_numpy(reused).to(paid.device)
+            looked_for, found = (
+                each[where]
+                for each in (_spread(paid, depth), paid / (depth + _QUARTER_WORTH_TOKENS).square())
+            )
+            for each in (looked_for, found):
+                each[depth[where] < RUN_START_TOKENS] = torch.inf
+            found[_order(looked_for)[: math.ceil(_LOOKED_FOR_SHARE * budget)]] = torch.inf
+            return found
 
         return self._most_worth(runs, worth)
 
     def _most_deviating(
         self, model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun]
     ) -> np.ndarray:
-        def worth(reused: np.ndarray) -> torch.Tensor:
+        def worth(reused: np.ndarray, _budget: int) -> torch.Tensor:
             deviation = value_deviation(model, token_ids, arena, runs)[reused]
             return torch.from_numpy(np.where(deviation < self.min_deviation, -np.inf, deviation))
 
         return self._most_worth(runs, worth)
 
     def _most_worth(
-        self, runs: Sequence[ReusedRun], worth: Callable[[np.ndarray], torch.Tensor]
+        self, runs: Sequence[ReusedRun], worth: Callable[[np.ndarray, int], torch.Tensor]
     ) -> np.ndarray:
         """The share of the approximate tokens that is worth most; `worth` is asked only for a part."""
         reused = positions_of(runs, exact=False)
         budget = min(len(reused), math.ceil(self.recompute_ratio * len(reused)))
-        return reused[:budget] if budget in (0, len(reused)) else _highest(reused, worth(reused), budget)
+        if budget in (0, len(reused)):
+            return reused[:budget]
+        return _highest(reused, worth(reused, budget), budget)
 
     def cost(self, runs: Sequence[ReusedRun], total: int, costs: ForwardCosts) -> CostEstimate:
         """The chosen share, and the forward that finds it."""
@@ -197,6 +206,11 @@ def _spread(worth: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
 
 def _highest(positions: np.ndarray, worth: torch.Tensor, budget: int) -> np.ndarray:
     """The `budget` positions of the highest worth, sorted; those worth -inf are never taken."""
-    order = torch.sort(worth, descending=True, stable=True).indices[:budget]
+    order = _order(worth)[:budget]
     chosen: np.ndarray = np.sort(positions[order[worth[order] > -torch.inf].cpu().numpy()])
     return chosen
+
+
+def _order(worth: torch.Tensor) -> torch.Tensor:
+    """Indices `[n]`, the highest worth first, and the first of equals."""
+    return torch.sort(worth, descending=True, stable=True).indices
