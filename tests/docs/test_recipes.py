@@ -17,7 +17,7 @@ from kvboost.disk import tiers
 from tests.fixture_types import MakeEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
-OPTIONAL = ("lm_eval",)
+OPTIONAL = ("lm_eval", "langchain_core", "llama_index")
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if BLOCK.search(page.read_text())]
 
@@ -102,6 +102,16 @@ def check_rag(scope: dict[str, Any], printed: str) -> None:
     assert all(span.origin.value in ("exact", "live") for span in scope["exact"].spans)
 
 
+def check_retriever(scope: dict[str, Any], _printed: str) -> None:
+    first, second = scope["results"]
+    for result in (first, second):  # warmed before they were asked, so all but the question is found
+        assert sum(span.length for span in result.spans if span.origin.value == "live") < 40
+    if scope["engine"].model.device.type == "cpu":  # on a GPU computing may be cheaper than repair
+        assert {span.origin.value for span in second.spans} >= {"exact", "approximate", "recomputed"}
+    held = scope["engine"].warm_documents(scope["PAGES"][::-1], behind=scope["SYSTEM"])
+    assert all(result.alignment_warning is None for result in held)
+
+
 def check_evaluation(scope: dict[str, Any], _printed: str) -> None:
     assert all(score.log_likelihood < 0 for score in scope["scores"])
     assert all(result.cached_tokens > 0 for result in scope["results"])
@@ -140,6 +150,8 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "contributing.md": check_contributing,
     "recipes/chat.md": check_chat,
     "recipes/rag.md": check_rag,
+    "recipes/langchain.md": check_retriever,
+    "recipes/llamaindex.md": check_retriever,
     "recipes/evaluation.md": check_evaluation,
     "recipes/agents.md": check_agents,
     "recipes/service.md": check_service,

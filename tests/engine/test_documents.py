@@ -121,7 +121,8 @@ def test_special_tokens_stand_at_the_start_only() -> None:
     assert window.token_ids[0] == 1
     assert np.count_nonzero(window.token_ids == 1) == 1
     assert np.count_nonzero(window.token_ids == 2) == 0
-    assert window.places[0].start == LEAD_IN_TOKENS
+    assert window.token_ids[1:81].tolist() == tokenizer("cd" * 40, add_special_tokens=False)["input_ids"]
+    assert window.places[0].start == 1 + 80 + len(SEPARATOR)
     engine.close()
 
 
@@ -137,6 +138,25 @@ def test_no_document_is_read_first_of_all(make_engine: MakeEngine) -> None:
         document
     )
     assert engine.explain([*document, 9], mode="prefix_cache").cached_tokens == 0
+
+
+def test_a_window_begins_with_the_end_of_the_document_before(make_engine: MakeEngine) -> None:
+    engine = make_engine(model=long_model())
+    shelf = [random_ids(700, seed=number) for number in range(7)]
+    plan = engine.core.documents.plan(shelf, None, None)
+    assert [[place.document for place in window.places] for window in plan.windows] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
+    separator = engine.tokenize(SEPARATOR)
+    for window, before in zip(plan.windows, (6, 2, 5), strict=True):
+        lead = [*shelf[before][-LEAD_IN_TOKENS:], *separator]
+        assert window.token_ids[: len(lead)].tolist() == lead
+        assert window.places[0].start == len(lead)
+    engine.warm_documents(shelf)
+    check_exact_tree(engine)
+    assert planned(engine, shelf[::-1]) == []
 
 
 def test_windows_roll_and_are_bounded(make_engine: MakeEngine) -> None:
@@ -167,9 +187,9 @@ def test_windows_end_where_the_positions_do(make_engine: MakeEngine) -> None:
     engine = make_engine()  # 1,024 positions
     shelf = [random_ids(size, seed=size) for size in (500, 300, 90, 1000, 400)]
     plan = engine.core.documents.plan(shelf, None, None)
-    assert [[place.document for place in window.places] for window in plan.windows] == [[0, 1, 2], [3], [4]]
+    assert [[place.document for place in window.places] for window in plan.windows] == [[0], [1, 2], [3], [4]]
     assert max(len(window.token_ids) for window in plan.windows) == 1024
-    assert plan.windows[1].places[0].start == 24, "the lead-in gives way"
+    assert plan.windows[2].places[0].start == 24, "the lead-in gives way"
     results = engine.warm_documents(shelf)
     assert all(result.alignment_warning is None for result in results)
     check_exact_tree(engine)
@@ -362,3 +382,22 @@ def test_a_bar_is_shown_where_it_is_asked_for(
     assert capsys.readouterr().err == ""
     engine.warm_documents(documents(2, seed=18), progress=True)
     assert "reading" in capsys.readouterr().err
+
+
+@pytest.mark.real_model
+def test_the_built_in_model(real: KVBoost) -> None:
+    system = "Answer the question with the help of the documents.\n\n"
+    pages = [
+        "The ferry. It leaves from the stone pier at eight and at four, in summer also at noon. " * 4,
+        "The market. Stalls are given out by lot on the last evening of the month. A bell ends trade. " * 4,
+        "The school. Lessons begin after the milk has come. In storms everyone stays until noon. " * 4,
+    ]
+    assert all(result.alignment_warning is None for result in real.warm_documents(pages, system))
+    prompt = f"{system}{pages[0]}\n\nQuestion: When does the ferry leave?\nAnswer:"
+    exact = real.generate(prompt, max_new_tokens=8, mode="prefix_cache")
+    assert exact.cached_tokens >= len(real.tokenize(system + pages[0])) - 2
+    assert exact.token_ids == real.generate(prompt, max_new_tokens=8, mode="baseline").token_ids
+    moved = f"{system}{pages[2]}\n\n{pages[1]}\n\nQuestion: What ends trade?\nAnswer:"
+    found = real.explain(moved)
+    texts = len(real.tokenize(pages[1])) + len(real.tokenize(pages[2]))
+    assert found.cached_tokens >= 0.95 * texts or "would" in found.choice

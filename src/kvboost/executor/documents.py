@@ -1,8 +1,10 @@
 """Warming documents that will be found anywhere: which are read together, behind what, and what is kept.
 
 A document that is read first of all holds an attention sink in its first tokens and transfers badly. So
-documents are read in windows, each behind a lead-in and the documents before it. A window is an ordinary
-text, read and stored exactly. Knows the parts of an engine, no answers.
+documents are read in windows, each behind those before it. The first of a window stands behind the text that
+the caller names, or behind the end of the document before it: that does better than a neutral text, which
+leads in a document that is alone. A window is an ordinary text, read and stored exactly. Knows the parts of
+an engine, no answers.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from kvboost.requests.prompts import Prompt, TokenizedPrompt
 from kvboost.requests.request import checked_list
 
 CONTEXT_TOKENS = 2_048  # a document that would have more than these before it begins a new window
-LEAD_IN_TOKENS = 128  # at most
-MIN_BEFORE_TOKENS = 32  # a document that was read behind fewer is read again
+LEAD_IN_TOKENS = 256  # at most, of another document or the neutral text
+MIN_BEFORE_TOKENS = 32  # what was read behind fewer counts as read alone
 SEPARATOR = "\n\n"  # between two documents
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
 LEAD_IN = (
     "The following pages were collected from several places. They do not depend on each other, and they may "
     "be read in any order. Some of them are short notes, others are parts of longer texts. Each one begins "
@@ -125,18 +128,18 @@ class DocumentWarmer:
                 f"documents are read to be found anywhere, and this engine reuses no moved text ({reason}); "
                 "call warm with the beginning of your prompts instead"
             )
-        lead = parts.reader.read(LEAD_IN if behind is None else behind, salt, warming=True, bounds=bounds)
-        lead_ids = lead.token_ids[:LEAD_IN_TOKENS] if behind is None else lead.token_ids
+        follows = _NO_TOKENS
+        if behind is not None:
+            follows = parts.reader.read(behind, salt, warming=True, bounds=bounds).token_ids
         most = min((n for n in (parts.requests.max_positions, max_tokens) if n is not None), default=None)
-        _check_lengths(given, 0 if behind is None else len(lead_ids), most)
+        _check_lengths(given, len(follows), most)
         by_ids: dict[bytes, int] = {}
         number_of = [by_ids.setdefault(ids.tobytes(), len(by_ids)) for ids in given]
         documents = [np.frombuffer(raw, dtype=np.int64) for raw in by_ids]
-        required = lead_ids[:0] if behind is None else lead_ids
         namespace = parts.namespace(salt)
-        plan = DocumentPlan(documents, number_of, required, salt, [], namespace.gated)
+        plan = DocumentPlan(documents, number_of, follows, salt, [], namespace.gated)
         if not plan.gated:
-            self._pack(plan, _Packer(lead_ids, most, may_cut=behind is None), namespace)
+            self._pack(plan, most, namespace)
         return plan
 
     def _read_one(self, number: int, text: str | Sequence[int], bounds: ReadingBounds) -> np.ndarray:
@@ -145,12 +148,23 @@ class DocumentWarmer:
         except InvalidRequestError as error:
             raise InvalidRequestError(f"document {number}: {error}") from error
 
-    def _pack(self, plan: DocumentPlan, packer: _Packer, namespace: Namespace) -> None:
-        """Put the documents that are not held already into windows, in order."""
-        separator = self._parts.reader.read_piece(SEPARATOR, "separator")
+    def _pack(self, plan: DocumentPlan, most: int | None, namespace: Namespace) -> None:
+        """Put the documents that are not held already into windows of at most `most` tokens, in order."""
+        reader = self._parts.reader
+        separator = reader.read_piece(SEPARATOR, "separator")
+        neutral = reader.read(LEAD_IN, warming=True).token_ids
+        start = neutral[: len(neutral) - len(reader.read_piece(LEAD_IN, "lead-in"))]  # special tokens
+        packer = _Packer(separator, most)
         for number, ids in enumerate(plan.documents):
-            if self._held(ids, plan, namespace, used=True)[1] < len(ids):
-                packer.add(number, ids, separator)
+            if self._held(ids, plan, namespace, used=True)[1] == len(ids):
+                continue
+            lead, before = plan.behind, plan.documents[number - 1]  # the first one follows the last
+            if not len(lead):
+                lead = neutral[:LEAD_IN_TOKENS]
+                if len(plan.documents) > 1 and len(before) >= MIN_BEFORE_TOKENS:
+                    lead = np.concatenate([start, before[-LEAD_IN_TOKENS:], separator])
+                lead = lead if most is None else lead[: most - len(ids)]  # it gives way to a long document
+            packer.add(number, ids, lead)
         plan.windows.extend(packer.windows())
 
     def _held(
@@ -202,29 +216,25 @@ class DocumentWarmer:
 
 
 class _Packer:
-    """Puts documents into windows of at most `room` tokens, one behind the other.
+    """Puts documents into windows of at most `room` tokens, one behind the other."""
 
-    With `may_cut` the lead-in gives way to a document that would not fit otherwise.
-    """
-
-    def __init__(self, lead: np.ndarray, room: int | None, *, may_cut: bool) -> None:
-        self._lead = lead
+    def __init__(self, separator: np.ndarray, room: int | None) -> None:
+        self._separator = separator
         self._room = room
-        self._may_cut = may_cut
         self._windows: list[Window] = []
         self._parts: list[np.ndarray] = []
         self._places: list[Place] = []
         self._length = 0
 
-    def add(self, number: int, ids: np.ndarray, separator: np.ndarray) -> None:
-        """Put a document behind those before it, or at the start of a new window."""
-        start = self._length + len(separator)
+    def add(self, number: int, ids: np.ndarray, lead: np.ndarray) -> None:
+        """Put a document behind those before it, or behind `lead` in a new window."""
+        start = self._length + len(self._separator)
         fits = self._room is None or start + len(ids) <= self._room
         if self._places and start <= CONTEXT_TOKENS and fits:
-            self._append(separator)
+            self._append(self._separator)
         else:
             self._end()
-            self._append(self._lead_for(ids))
+            self._append(lead)
         self._places.append(Place(number, self._length, self._length + len(ids)))
         self._append(ids)
 
@@ -232,11 +242,6 @@ class _Packer:
         """All windows."""
         self._end()
         return self._windows
-
-    def _lead_for(self, ids: np.ndarray) -> np.ndarray:
-        if self._room is None or not self._may_cut:
-            return self._lead
-        return self._lead[: self._room - len(ids)]
 
     def _end(self) -> None:
         if self._places:
