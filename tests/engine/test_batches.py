@@ -292,6 +292,7 @@ def test_modes(make_engine: MakeEngine, mode: GenerationMode) -> None:
     assert (stored == 0) is (mode is BASELINE)
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_chunk_reuse_finds_moved_text(make_engine: MakeEngine) -> None:
     engine = make_engine()
     document = random_ids(96, 5)

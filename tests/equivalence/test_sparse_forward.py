@@ -310,6 +310,7 @@ def at_reused(arena: Arena, assembled: AssembledPrompt) -> KV:
     return [(key[:, :, where], value[:, :, where]) for key, value in arena.as_past_key_values()]
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize(("architecture", "eager"), [("llama", False), ("gemma3", False), ("gemma2", True)])
 @pytest.mark.parametrize("selector", ["guided", "deviation"])
 def test_apply_gives_what_the_engines_arena_holds(
@@ -395,6 +396,7 @@ def test_apply_leaves_exact_prompts_alone(make_engine: MakeEngine) -> None:
     assert SelectiveRecompute().apply(assembled, engine.model) is assembled
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_moved_text_without_repair_is_turned_rightly(architecture: str, make_engine: MakeEngine) -> None:
     """A text that stands first in its prompt, moved as a whole: turning alone makes layer 0 exact."""

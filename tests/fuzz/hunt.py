@@ -18,6 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.fuzz.machine import GROUPS, Machine
 from tests.fuzz.reference import Tally
 from tests.fuzz.subject import KINDS
+from tests.reuse_warnings import approximate_reuse_expected
 
 SHORTENING_SECONDS = 90.0
 Steps = list[tuple[str, dict[str, Any]]]
@@ -45,7 +46,7 @@ def hunt(
     own = {"groups": groups, "kinds": tuple(kinds), "tally": counted, "resident": resident}
     own["__module__"] = __name__
     machine: type[Machine] = type("Fuzz", (Machine,), own)
-    with warnings.catch_warnings():
+    with approximate_reuse_expected(), warnings.catch_warnings():
         # transformers about options of the caller's that do not fit together, and which it then follows
         warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
         try:

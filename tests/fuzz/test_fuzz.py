@@ -8,7 +8,7 @@ from tests.fuzz.hunt import hunt
 from tests.fuzz.machine import GROUPS, REQUESTS, chosen_groups
 from tests.fuzz.subject import KINDS
 
-pytestmark = [pytest.mark.usefixtures("approximate_reuse"), pytest.mark.exactness]
+pytestmark = pytest.mark.exactness
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,6 @@ from tests.fuzz import subject
 from tests.fuzz.hunt import hunt
 
 pytestmark = [
-    pytest.mark.usefixtures("approximate_reuse"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
