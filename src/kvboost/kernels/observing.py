@@ -1,9 +1,9 @@
 """How much attention a few queries pay to each key, in Triton, without the matrix of probabilities.
 
 Attention itself leaves the logarithm of every query's sum of exponentials. With that, one more pass over the
-keys gives the probability that any query gives a key: the highest over the queries, squared and summed over
-heads. Layers add up in place, in their order, so the same prompt gives the same sums. Knows tensors and
-tables, no model.
+keys gives the probability that any query gives a key: the highest over the queries, and its square, each
+summed over heads. Layers add up in place, in their order, so the same prompt gives the same sums. Knows
+tensors and tables, no model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _observe_keys(  # type: ignore[no-untyped-def]
-        Q, K, LSE, SCORES, BLOCKS, POSITIONS, tokens, scale, cap, q_head, q_token, k_head, k_slot,
+        Q, K, LSE, SCORES, BLOCKS, POSITIONS, tokens, scale, cap, q_head, q_token, k_head, k_slot, squares,
         GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
         KEYS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
@@ -52,6 +52,7 @@ if triton is not None:
             if WINDOW > 0:
                 seen = seen & (key_position[None, :] > position[:, None] - WINDOW)
             found = tl.zeros([KEYS], tl.float32)
+            squared = tl.zeros([KEYS], tl.float32)
             for kv_head in range(KV_HEADS):
                 key_at = K + kv_head * k_head + (slot + index)[None, :] * k_slot + d[:, None]
                 keys = tl.load(key_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
@@ -65,16 +66,18 @@ if triton is not None:
                     total = tl.load(LSE + token * (KV_HEADS * GROUP) + head, mask=inside, other=float("inf"))
                     share = tl.where(seen, tl.exp2(scores - total[:, None]), 0.0)
                     highest = tl.max(share, 0)
-                    found += highest * highest
+                    found += highest
+                    squared += highest * highest
             to = SCORES + at + index
             tl.store(to, tl.load(to, mask=there, other=0.0) + found, mask=there)
+            tl.store(to + squares, tl.load(to + squares, mask=there, other=0.0) + squared, mask=there)
 
 
 class Observed(NamedTuple):
     """Tables of what is observed, on the device.
 
-    `blocks` `[n, 3]` are keys; `scores` `[positions]` (float32) is added to; `lse` (float32) has room for the
-    base-2 logarithm of each query's sum of exponentials, `[tokens, heads]`.
+    `blocks` `[n, 3]` are keys; `scores` `[2, positions]` (float32) is added to; `lse` (float32) has room for
+    the base-2 logarithm of each query's sum of exponentials, `[tokens, heads]`.
     """
 
     blocks: torch.Tensor
@@ -86,7 +89,7 @@ class Observed(NamedTuple):
         """For one forward of `tokens` queries."""
         return cls(
             torch.from_numpy(blocks).to(device),
-            torch.zeros(positions, dtype=torch.float32, device=device),
+            torch.zeros(2, positions, dtype=torch.float32, device=device),
             torch.empty(tokens * _MOST_HEADS, dtype=torch.float32, device=device),
         )
 
@@ -132,6 +135,7 @@ def observe(call: AttentionCall, observed: Observed, positions: torch.Tensor, wi
         query.stride(2),
         key.stride(1),
         key.stride(2),
+        observed.scores.stride(0),
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,

@@ -21,8 +21,8 @@ class ScatteredAttention:
     """The backend of a forward over sorted `positions` `[n]` of a text whose cache has `tokens` keys.
 
     `filled` `[tokens]` says which keys may be seen at all; None = all of them. With `observe`, the
-    attention probability of every key is collected: the maximum over the queries, squared and summed over
-    heads and layers (`scores` `[tokens]`).
+    attention probability of every key is collected: the maximum over the queries, summed over heads and
+    layers, and its square summed so (`scores` `[2, tokens]`).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ScatteredAttention:
         self.positions = positions
         self.tokens = tokens
         self.filled = filled
-        self.scores = torch.zeros(tokens, device=positions.device) if observe else None
+        self.scores = torch.zeros(2, tokens, device=positions.device) if observe else None
         self._blocks: list[tuple[int, int, int]] = []
         self._ends = positions.tolist()
         self._masks: dict[Any, torch.Tensor] = {}
@@ -109,5 +109,5 @@ class ScatteredAttention:
         probabilities = weights.softmax(-1)
         assert self.scores is not None
         highest = probabilities.reshape(heads, tokens, -1).amax(1)
-        self.scores += highest.square().sum(0).to(self.scores.device)
+        self.scores += torch.stack([highest.sum(0), highest.square().sum(0)]).to(self.scores.device)
         return probabilities

@@ -70,7 +70,7 @@ class RepairStrategy(ABC):
         total: int,
         runs: Sequence[ReusedRun],
     ) -> np.ndarray:
-        """As `choose` does for a prompt of `total` tokens, from the attention `[tokens]` that these get.
+        """As `choose` does for a prompt of `total` tokens, from the attention `[2, tokens]` that these get.
 
         `attention` finds that out when it is called, or returns None where the model does not let it be seen.
         """

@@ -97,7 +97,7 @@ class CapturedSteps:
     def observe(
         self, state: Hashable, attention: PackedAttention, token_ids: np.ndarray, blocks: np.ndarray
     ) -> torch.Tensor | None:
-        """How much attention is paid to the keys in `blocks` `[n, 3]`, `[positions]`, until the next step.
+        """How much attention is paid to the keys in `blocks` `[n, 3]`, `[2, positions]`, until the next step.
 
         None: there is no graph for it.
         """

@@ -220,7 +220,7 @@ class PackedModel:
         own: Stretch,
         state: Hashable = None,
     ) -> torch.Tensor | None:
-        """How much attention `token_ids` `[n]` pay to each key of `seen`, and to their own, `[positions]`.
+        """How much attention `token_ids` `[n]` pay to each key of `seen`, and to their own, `[2, positions]`.
 
         The highest attention probability that any of them gives it, summed over layers and heads. Their KV
         goes to `own`. None where that cannot be seen: without the kernel for GPUs, or with other attention.

@@ -140,7 +140,7 @@ class StepTables:
 
         self.observed: Observed | None = None
         if size.observed:
-            scores = torch.zeros(most_positions, dtype=torch.float32, device=device)
+            scores = torch.zeros(2, most_positions, dtype=torch.float32, device=device)
             lse = torch.zeros(size.tokens * max(shape.heads for shape in shapes), device=device)
             self.observed = Observed(on_device["blocks"], scores, lse)
 
@@ -162,7 +162,7 @@ class StepTables:
         """Whether there is room for so many blocks of keys, at their positions."""
         if self.observed is None or len(blocks) > len(self._fields["blocks"]):
             return False
-        return int((blocks[:, 1] + blocks[:, 2]).max(initial=0)) <= len(self.observed.scores)
+        return int((blocks[:, 1] + blocks[:, 2]).max(initial=0)) <= self.observed.scores.shape[1]
 
     def fill(
         self,

@@ -3,10 +3,11 @@
 There are two ways to find these tokens. "deviation" is the published rule (Yao et al.,
 https://arxiv.org/abs/2405.16444): run the first two layers for all reused tokens and take those whose
 values differ most from the cached ones. "guided" asks the end of the prompt: one cheap forward of its last
-tokens over the placed cache shows which tokens the answer will attend to. Half of the budget goes to what is
-looked for and what stands right behind it, since that is what the answer will say; the other half prefers
-tokens near a run's start, which saw the least of what stands before them now. The first tokens of every run,
-which may be attention sinks that are no longer first, are always taken. Knows no store and no engine.
+tokens over the placed cache shows which tokens the answer will attend to. The first tokens of every run,
+which may be attention sinks that are no longer first, are always taken. A quarter of what is left of the
+budget goes to what is looked for and what stands right behind it, since that is what the answer will say; the
+rest prefers tokens near a run's start, which saw the least of what stands before them now. Knows no store and
+no engine.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from kvboost.run.sparse_forward import run_scattered
 _SELECTORS = ("guided", "deviation")  # of this strategy; the option `selector` may know others
 RUN_START_TOKENS = 4  # the first tokens of a run, where its old attention sink is
 TAIL_TOKENS = 24  # "guided" observes the attention of that many tokens at the end of the prompt
-_QUARTER_WORTH_TOKENS = 64  # so far into a run, a token counts a quarter of what it does at its start
-# "guided" gives this share to what is looked for, wherever it stands: an answer attends to "the code is" and
-# copies what follows, so the tokens right behind one are worth so much of it, by distance.
-_LOOKED_FOR_SHARE = 0.5
+_HALF_WORTH_TOKENS = 64  # so far into a run, a token counts half as much as at its start
+# "guided" gives this share, behind the starts of runs, to what is looked for, wherever it stands: an answer
+# attends to "the code is" and copies what follows, so the tokens right behind one are worth so much of it, by
+# distance.
+_LOOKED_FOR_SHARE = 0.25
 _SPREAD = (0.8, 0.64, 0.5, 0.36)
 _LAYERS = 2  # that "deviation" computes for all tokens
 _MAX_DEVIATION_TOKENS = 4096  # that "deviation" computes at once
@@ -78,22 +80,21 @@ class CacheBlendRecompute(RepairStrategy):
         total: int,
         runs: Sequence[ReusedRun],
     ) -> np.ndarray:
-        """Half by what the end of the prompt looks for, half by what it attends to near starts of runs."""
+        """Seams, a share of what the end of the prompt looks for, then what it attends to near seams."""
 
         def worth(reused: np.ndarray, budget: int) -> torch.Tensor:
             scores = attention()
             depth = torch.from_numpy(_depth_in_run(runs, total))
-            paid = torch.ones(total, dtype=torch.double)  # not every model lets it be observed
+            paid, squares = torch.ones(2, total, dtype=torch.double)  # not every model lets it be observed
             if scores is not None:
-                depth, paid = depth.to(scores.device), scores[:total].double()
+                depth, (paid, squares) = depth.to(scores.device), scores[:, :total].double()
             where = torch.from_numpy(reused).to(paid.device)
-            looked_for, found = (
-                each[where]
-                for each in (_spread(paid, depth), paid / (depth + _QUARTER_WORTH_TOKENS).square())
-            )
-            for each in (looked_for, found):
-                each[depth[where] < RUN_START_TOKENS] = torch.inf
-            found[_order(looked_for)[: math.ceil(_LOOKED_FOR_SHARE * budget)]] = torch.inf
+            looked_for = _spread(squares, depth)[where]
+            found = (paid / (depth + _HALF_WORTH_TOKENS))[where]
+            at_seam = depth[where] < RUN_START_TOKENS
+            looked_for[at_seam], found[at_seam] = -torch.inf, torch.inf
+            left = max(0, budget - int(at_seam.sum()))
+            found[_order(looked_for)[: math.ceil(_LOOKED_FOR_SHARE * left)]] = torch.inf
             return found
 
         return self._most_worth(runs, worth)
@@ -140,11 +141,11 @@ class CacheBlendRecompute(RepairStrategy):
 def attention_from_the_end(
     model: Any, token_ids: np.ndarray, arena: Arena, runs: Sequence[ReusedRun], tail_tokens: int = TAIL_TOKENS
 ) -> torch.Tensor | None:
-    """How much the last prompt tokens attend to each token, `[tokens]`.
+    """How much the last prompt tokens attend to each token, `[2, tokens]`.
 
-    The highest attention probability that any of them gives it, squared and summed over layers and heads:
-    a few heads that look for one token count more than many that look at all. None if the model's attention
-    cannot be observed.
+    The highest attention probability that any of them gives it, summed over layers and heads; and its square
+    summed so, in which a few heads that look for one token count more than many that look at all. None if the
+    model's attention cannot be observed.
     """
     total = len(token_ids)
     start = max(0, total - tail_tokens)
