@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from kvboost.environment import cache_folder
 from kvboost.errors import CacheFileError, InvalidRequestError
 from kvboost.proof.documents import groups_of, make_cases
-from kvboost.proof.fresh_engine import ReusesText
+from kvboost.proof.fresh_engine import ReusesText, fresh_engine
 from kvboost.proof.quality import Measured, ReuseTrial
 
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
@@ -52,6 +53,18 @@ class Calibration:
                 break
             fitting = ratio
         return fitting
+
+
+def calibrate(engine: Any, prompts: int, report: Report) -> Calibration:
+    """Measure on an engine like `engine`, whose own cache is left alone; keep the result, and let it hold."""
+    if refusal := engine.core.parts.approximation.refusal(0, calibrating=True):
+        raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
+    with fresh_engine(engine, recompute_ratio=0.15, max_kl=None) as fresh:
+        of, most = (engine.core.parts.model_name, engine.settings.selector), engine.max_positions
+        found = measure(fresh, *of, prompts=prompts, max_positions=most, report=report)
+    save(found)
+    engine.core.parts.use_calibration(found)
+    return found
 
 
 def measure(
