@@ -53,6 +53,7 @@ _COMPARED = {"recompute_ratio": "use --ratios", "max_kl": "use --ratios"}
     help="Keep every answer in this folder as it comes, so that the same command goes on where it was "
     "stopped; and write the report there, as JSON and as a plot (SVG and PNG).",
 )
+@click.option("--again", is_flag=True, help="With --out: ask everything again, whatever was kept there.")
 @setting("--plot/--no-plot", True, "With --out.", None)
 @json_option
 @engine_options_with(max_chunks="no limit", recompute_ratio="see --ratios")
@@ -61,6 +62,7 @@ def evaluate(
     model: str,
     limit: int | None,
     out: Path | None,
+    again: bool,
     plot: bool,
     as_json: bool,
     engine_options: dict[str, Any],
@@ -104,6 +106,8 @@ def evaluate(
     with opened_engine(model, unlimited(engine_options), console) as engine:
         head = head_of(NAME, engine, model, settings)
         results = None if out is None else out / ANSWERS
+        if results is not None and again:
+            results.unlink(missing_ok=True)
         report = engine.evaluate(questions, **options, results=results, progress=False if as_json else None)
     record = {**report.to_dict(), **head, "file": file.name}
     paths = _written(record, out, plot=plot) if out is not None else []

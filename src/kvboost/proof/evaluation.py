@@ -275,7 +275,7 @@ def read_together(engine: Any, texts: Sequence[str]) -> None:
         raise InvalidRequestError(
             'read="together" needs an engine with warm_documents, which this one has not; use read="alone"'
         )
-    warm_documents(list(texts))
+    warm_documents(list(texts), progress=False)
 
 
 @contextmanager
