@@ -15,7 +15,7 @@ BEGIN, END = "<!-- made by tests/docs/questions_numbers.py -->", "<!-- end of wh
 
 def rows_table() -> str:
     lines = [
-        "| | right | of BASELINE's right answers kept | first token, median | speed-up | reused | computed again |",
+        "| | right | of BASELINE's right kept | first token, median | speed-up | reused | computed again |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in record("questions-cpu")["rows"]:

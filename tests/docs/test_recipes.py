@@ -131,7 +131,7 @@ def check_contributing(scope: dict[str, Any], printed: str) -> None:
 def check_your_questions(scope: dict[str, Any], printed: str) -> None:
     assert [row.mode for row in scope["report"].rows] == ["baseline", "prefix_cache", "chunk_kv_reuse"]
     assert scope["report"].row("prefix_cache").lost == ()
-    assert "1 questions over 2 documents" in printed
+    assert "1 question over 2 documents" in printed
 
 
 def check_limits(_scope: dict[str, Any], printed: str) -> None:

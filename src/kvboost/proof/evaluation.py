@@ -226,7 +226,7 @@ class _Asker:
         if not self._is_chat:
             system = f"{question.system}\n\n" if question.system else ""
             return f"{system}{documents}\n\nQuestion: {question.question}\nAnswer:"
-        messages = [{"role": "user", "content": f"{documents}\n\n{question.question}"}]
+        messages = [{"role": "user", "content": f"{documents}\n\nQuestion: {question.question}"}]
         return [{"role": "system", "content": question.system}, *messages] if question.system else messages
 
     def _check_room(self, question: Question) -> None:

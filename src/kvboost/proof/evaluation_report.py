@@ -129,7 +129,8 @@ class EvaluationReport:
     def title(self) -> str:
         """What was asked of which model."""
         return (
-            f"{self.questions} questions over {self.documents} documents, each read {self.read}; "
+            f"{_counted(self.questions, 'question')} over {_counted(self.documents, 'document')}, "
+            f"read {self.read}; "
             f"{self.model}, {self.dtype}"
         )
 
@@ -147,6 +148,10 @@ class EvaluationReport:
         rows = html_view.table(HEADINGS, (row.cells() for row in self.rows))
         below = "".join(html_view.paragraph(text) for text in (*self.notes, self.recommendation))
         return html_view.paragraph(self.title) + rows + below
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def report_of(

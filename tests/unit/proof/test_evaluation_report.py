@@ -115,7 +115,7 @@ def test_a_report_counts_what_was_kept_and_lost() -> None:
     ]
     for shown in (str(report), report._repr_html_()):
         for part in (
-            "3 questions over 1 documents",
+            "3 questions over 1 document,",
             "chunk_kv_reuse 15%",
             "1/2 (50%)",
             "left out",
