@@ -25,7 +25,7 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv import rope
 from kvboost.loading import pretrained
 from kvboost.models import GenerationResult, ScoreResult, WarmResult
-from kvboost.proof import calibration, evaluation, verify
+from kvboost.proof import calibration, evaluation, evaluation_settings, verify
 from kvboost.proof.calibration import Calibration
 from kvboost.proof.evaluation_report import EvaluationReport
 from kvboost.proof.questions import Source
@@ -319,9 +319,9 @@ class InferenceEngine:
         self,
         questions: Source,
         *,
-        modes: Sequence[GenerationMode | str] = evaluation.MODES,
-        ratios: Sequence[float] = evaluation.RATIOS,
-        max_new_tokens: int = evaluation.NEW_TOKENS,
+        modes: Sequence[GenerationMode | str] = evaluation_settings.MODES,
+        ratios: Sequence[float] = evaluation_settings.RATIOS,
+        max_new_tokens: int = evaluation_settings.NEW_TOKENS,
         read: str = "alone",
         results: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
@@ -332,7 +332,7 @@ class InferenceEngine:
         read, "alone" or "together". A run that finds the file `results` goes on where that stopped. This
         engine's cache is left alone. `progress=None` shows a bar on a terminal.
         """
-        settings = evaluation.EvaluationSettings.checked(modes, ratios, max_new_tokens, read)
+        settings = evaluation_settings.EvaluationSettings.checked(modes, ratios, max_new_tokens, read)
         return evaluation.evaluate(self, questions, settings, results, progress)
 
     # --- the cache ---------------------------------------------------------------------------

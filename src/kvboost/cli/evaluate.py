@@ -97,7 +97,7 @@ def evaluate(
     prepare(out, plot=plot)
 
     from kvboost.bench.record import head_of
-    from kvboost.proof.evaluation import EvaluationSettings
+    from kvboost.proof.evaluation_settings import EvaluationSettings
     from kvboost.proof.questions import read_questions
 
     questions = read_questions(file)[:limit]  # before the model is loaded: a bad line is said at once

@@ -1,4 +1,4 @@
-"""What the answers to a user's own questions amount to: a row per mode and ratio, and what to use.
+"""What the answers to a user's own questions amount to: judged, counted, shown.
 
 Knows questions and answers, not how they were asked.
 """
@@ -14,76 +14,9 @@ from typing import Any
 from kvboost import html_view
 from kvboost.choices import GenerationMode
 from kvboost.proof.answer_log import LoggedAnswer
+from kvboost.proof.evaluation_rows import HEADINGS, Contestant, EvaluationRow
 from kvboost.proof.questions import Question, all_documents
-
-MIN_KEPT = 0.95  # of BASELINE's right answers, for approximate reuse to be recommended
-MIN_GAIN = 1.1  # over exact reuse: below it, there is nothing to win
-MIN_RIGHT = 20  # right answers of BASELINE, below which one lost answer weighs too much
-HEADINGS = ("", "right", "kept", "first token, ms", "speed-up", "reused", "recomputed")
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """One way to answer: a mode, and in the approximate one a ratio."""
-
-    mode: str
-    ratio: float | None = None
-
-    @property
-    def name(self) -> str:
-        return self.mode if self.ratio is None else f"{self.mode} {self.ratio:.0%}"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As a call of `generate` takes them."""
-        return {"mode": self.mode} | ({} if self.ratio is None else {"recompute_ratio": self.ratio})
-
-
-@dataclass(frozen=True)
-class EvaluationRow:
-    """One contestant. `kept` are the questions that BASELINE and this one answer rightly, `lost` the ids of
-    those that only BASELINE does. `ttft_ms` is the median, `speedup` the median over the questions of
-    BASELINE's time by this one's; the shares are of all prompt tokens.
-    """
-
-    mode: str
-    ratio: float | None
-    questions: int
-    right: int
-    baseline_right: int
-    kept: int
-    lost: tuple[str, ...]
-    ttft_ms: float
-    speedup: float
-    reused_share: float
-    recomputed_share: float
-
-    @property
-    def name(self) -> str:
-        return Contestant(self.mode, self.ratio).name
-
-    @property
-    def accuracy(self) -> float:
-        """The share of right answers."""
-        return self.right / self.questions
-
-    @property
-    def kept_share(self) -> float | None:
-        """The share of BASELINE's right answers that are right here too; None where it has none."""
-        return self.kept / self.baseline_right if self.baseline_right else None
-
-    def cells(self) -> tuple[str, ...]:
-        """As text, for tables with `HEADINGS`."""
-        kept = "" if self.kept_share is None else f"{self.kept}/{self.baseline_right} ({self.kept_share:.0%})"
-        return (
-            self.name,
-            f"{self.right}/{self.questions} ({self.accuracy:.0%})",
-            kept,
-            f"{self.ttft_ms:,.0f}",
-            f"{self.speedup:.2f} x",
-            f"{self.reused_share:.0%}",
-            f"{self.recomputed_share:.0%}",
-        )
+from kvboost.proof.recommendation import recommendation
 
 
 @dataclass(frozen=True)
@@ -208,50 +141,3 @@ def _row(
 
 def _is_right(question: Question, found: LoggedAnswer) -> bool:
     return question.is_right(found.answer, found.chosen)
-
-
-# --- what to use ---------------------------------------------------------------------------------
-
-
-def recommendation(rows: Sequence[EvaluationRow]) -> str:
-    """What to use, in one sentence, with the numbers that speak for it."""
-    baseline = next(row for row in rows if row.mode == GenerationMode.BASELINE.value)
-    if baseline.right == 0:
-        return (
-            f"None of the {baseline.questions} questions was answered rightly without reuse, so nothing can "
-            "be said about reuse: look at the answers, the expected ones and max_new_tokens."
-        )
-    advice = _advice(rows)
-    if baseline.right < MIN_RIGHT:
-        return (
-            f"Too few questions to tell: BASELINE answers {baseline.right} rightly, and it takes at least "
-            f"{MIN_RIGHT}; these few say: {advice[0].lower()}{advice[1:]}"
-        )
-    return advice
-
-
-def _advice(rows: Sequence[EvaluationRow]) -> str:
-    exact = next((row for row in rows if row.mode == GenerationMode.PREFIX_CACHE.value), None)
-    approximate = [row for row in rows if row.mode == GenerationMode.CHUNK_KV_REUSE.value]
-    exact_speedup = exact.speedup if exact is not None else 1.0
-    faster = [row for row in approximate if row.speedup >= MIN_GAIN * exact_speedup]
-    good = [row for row in faster if (row.kept_share or 0.0) >= MIN_KEPT]
-    if good:
-        best = max(good, key=lambda row: row.speedup)
-        return (
-            f'Use mode="{best.mode}" with recompute_ratio={best.ratio:g}: {best.kept_share:.0%} of '
-            f"BASELINE's right answers ({best.kept} of {best.baseline_right}) at {best.speedup:.1f} x "
-            "sooner first tokens."
-        )
-    use = f'Use mode="{GenerationMode.PREFIX_CACHE.value}"'
-    if faster:
-        most = max(faster, key=lambda row: (row.kept, row.speedup))
-        return (
-            f"{use}: approximate reuse loses {1 - (most.kept_share or 0.0):.0%} of BASELINE's right answers "
-            f"here even at recompute_ratio={most.ratio:g} ({most.kept} of {most.baseline_right} kept, at "
-            f"{most.speedup:.1f} x sooner first tokens)."
-        )
-    if approximate:
-        most = max(approximate, key=lambda row: row.speedup)
-        return f"{use}: approximate reuse gains nothing here ({most.speedup:.1f} x at best)."
-    return f"{use}: it changes no answer, and approximate reuse was not measured."

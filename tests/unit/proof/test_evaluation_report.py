@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from kvboost.proof.answer_log import LoggedAnswer
-from kvboost.proof.evaluation_report import Contestant, EvaluationRow, recommendation, report_of
+from kvboost.proof.evaluation_report import report_of
+from kvboost.proof.evaluation_rows import Contestant, EvaluationRow
 from kvboost.proof.questions import Question
+from kvboost.proof.recommendation import recommendation
 
 BASELINE, EXACT, LOOSE = (
     Contestant("baseline"),
