@@ -45,6 +45,7 @@ bench: $(VENV)/.full
 	$(VENV)/bin/kvboost bench eviction --out benchmarks/results
 	$(VENV)/bin/kvboost bench quality --out benchmarks/results
 	$(VENV)/bin/kvboost bench rag --out benchmarks/results
+	$(VENV)/bin/kvboost evaluate examples/questions.jsonl --max-new-tokens 16 --again --out benchmarks/results
 	$(VENV)/bin/kvboost bench quant --out benchmarks/results
 	$(VENV)/bin/kvboost bench disk --out benchmarks/results
 	$(VENV)/bin/kvboost bench batch --out benchmarks/results

@@ -10,7 +10,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ from kvboost.identity.namespace import Namespace
 from kvboost.kv import rope
 from kvboost.loading import pretrained
 from kvboost.models import GenerationResult, ScoreResult, WarmResult
-from kvboost.proof import calibration, verify
+from kvboost.proof import calibration, evaluation, evaluation_settings, verify
 from kvboost.proof.calibration import Calibration
-from kvboost.proof.fresh_engine import fresh_engine
+from kvboost.proof.evaluation_report import EvaluationReport
+from kvboost.proof.questions import Source
 from kvboost.proof.verify import CorrectnessReport
 from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
 from kvboost.requests.prepared import PreparedPrompt
@@ -218,15 +218,17 @@ class InferenceEngine:
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         cache_salt: str | None = None,
+        recompute_ratio: float | None = None,
+        selector: str | None = None,
         max_batch_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[ScoreResult]:
         """Log-likelihoods of `continuations[i]` (text or token ids) behind `prompts[i]`, with the same reuse.
 
-        Prompts are stored, continuations are not. Text is encoded together with its prompt's, where that
-        leaves the prompt's tokens as they are.
+        Prompts are stored, continuations are not. Text is encoded with its prompt's where that keeps these.
         """
-        outcomes = self.core.scores(prompts, continuations, mode, cache_salt, max_batch_tokens)
+        arguments = Arguments(mode=mode, cache_salt=cache_salt, repair=(recompute_ratio, selector))
+        outcomes = self.core.scores(prompts, continuations, arguments, max_batch_tokens)
         return many.collected(many.shown(outcomes, len(prompts), progress), len(prompts))
 
     # --- filling the cache, and one's own generate loop ---------------------------------------
@@ -302,9 +304,8 @@ class InferenceEngine:
         With no prompts one of our own is asked; a number in their place means `max_new_tokens`. What is asked
         is stored as after `generate`. `report` hears how far it is.
         """
-        asked = None if isinstance(prompts, int) else prompts
-        new_tokens = prompts if isinstance(prompts, int) else max_new_tokens
-        return verify.verify(self, asked, new_tokens, choice(GenerationMode, "mode", mode), report=report)
+        wanted = choice(GenerationMode, "mode", mode)
+        return verify.verify(self, prompts, max_new_tokens, wanted, report=report)
 
     def calibrate(
         self,
@@ -317,14 +318,27 @@ class InferenceEngine:
         Takes a few seconds per prompt and leaves this engine's cache alone; `report` hears how many
         prompts are done. With `recompute_ratio="auto"` the result holds from now on.
         """
-        if refusal := self.core.parts.approximation.refusal(0, calibrating=True):
-            raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
-        with fresh_engine(self, recompute_ratio=0.15, max_kl=None, min_facts=None) as engine:
-            of, most = (self.core.parts.model_name, self.settings.selector), self.max_positions
-            found = calibration.measure(engine, *of, prompts=prompts, max_positions=most, report=report)
-        calibration.save(found)
-        self.core.parts.use_calibration(found)
-        return found
+        return calibration.calibrate(self, prompts, report)
+
+    def evaluate(
+        self,
+        questions: Source,
+        *,
+        modes: Sequence[GenerationMode | str] = evaluation_settings.MODES,
+        ratios: Sequence[float] = evaluation_settings.RATIOS,
+        max_new_tokens: int = evaluation_settings.NEW_TOKENS,
+        read: str = "alone",
+        results: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+    ) -> EvaluationReport:
+        """Ask your own questions over documents that were read before, in every mode and at every ratio.
+
+        `questions` is a file of JSON lines or a list (docs/your-questions.md); `read` says how documents were
+        read, "alone" or "together". A run that finds the file `results` goes on where that stopped. This
+        engine's cache is left alone. `progress=None` shows a bar on a terminal.
+        """
+        settings = evaluation_settings.EvaluationSettings.checked(modes, ratios, max_new_tokens, read)
+        return evaluation.evaluate(self, questions, settings, results, progress)
 
     # --- the cache ---------------------------------------------------------------------------
 
@@ -347,18 +361,16 @@ class InferenceEngine:
         A save that is cut off leaves the one before it. `progress=None` shows a bar on a terminal.
         """
         self.weights_changed()  # what is saved outlives this process: be sure whose it is
-        family = self.namespace("").family
-        name = self.core.parts.model_name
-        return snapshot.save(Path(path), self.cache_manager, self.codec, family, name, progress=progress)
+        owner = self.namespace("").family, self.core.parts.model_name
+        return snapshot.save(Path(path), self.cache_manager, self.codec, *owner, progress=progress)
 
     def load(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> snapshot.LoadReport:
         """Add the chunks saved in the folder `path`, as far as they fit, evicting nothing.
 
         A cache of another model or encoding is refused; damaged chunks are left out and counted.
         """
-        family = self.namespace("").family
-        name = self.core.parts.model_name
-        return snapshot.load(Path(path), self.cache_manager, self.codec, family, name, progress=progress)
+        owner = self.namespace("").family, self.core.parts.model_name
+        return snapshot.load(Path(path), self.cache_manager, self.codec, *owner, progress=progress)
 
     def clear(self) -> None:
         """Forget all cached text that is not pinned, on disk too, and remembered answers."""
@@ -374,9 +386,7 @@ class InferenceEngine:
     def __enter__(self) -> InferenceEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- the model -----------------------------------------------------------------------------

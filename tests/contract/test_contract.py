@@ -161,6 +161,7 @@ METHODS: dict[str, Parameters] = {
     "cache_stats": {},
     "weights_changed": {},
     "verify_correctness": {"prompts": None, "max_new_tokens": 32},
+    "evaluate": {"questions": REQUIRED},
     "explain": {"prompt": REQUIRED},
     "stream": {"prompt": REQUIRED},
     "pin": {"text": REQUIRED},
@@ -187,7 +188,15 @@ KEYWORDS: dict[str, Parameters] = {  # keyword-only parameters of methods, with 
         "recompute_ratio": None,
         "selector": None,
     },
-    "score": {"mode": models.GenerationMode.PREFIX_CACHE},
+    "evaluate": {
+        "modes": ("baseline", "prefix_cache", "chunk_kv_reuse"),
+        "ratios": (0.10, 0.15, 0.30),
+        "max_new_tokens": 32,
+        "read": "alone",
+        "results": None,
+        "progress": None,
+    },
+    "score": {"mode": models.GenerationMode.PREFIX_CACHE, "recompute_ratio": None, "selector": None},
 }
 
 SIGNATURES: dict[str, Parameters] = {
@@ -327,7 +336,19 @@ UNSUPPORTED = {  # name -> a word of its reason
     "GPTNeoXForCausalLM": "position ids may not be honoured",
 }
 
-COMMANDS = ["demo", "generate", "warm", "verify", "explain", "calibrate", "bench", "stats", "disk", "serve"]
+COMMANDS = [
+    "demo",
+    "generate",
+    "warm",
+    "verify",
+    "explain",
+    "calibrate",
+    "evaluate",
+    "bench",
+    "stats",
+    "disk",
+    "serve",
+]
 FLAGS = [
     "--chunk-size",
     "--chunk-boundary-window",

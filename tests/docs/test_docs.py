@@ -14,6 +14,7 @@ from tests.docs import (
     disk_numbers,
     peers_numbers,
     quant_numbers,
+    questions_numbers,
     readme_numbers,
     reuse_numbers,
     serve_numbers,
@@ -64,6 +65,11 @@ def test_numbers_of_quantization_are_those_of_the_result_files() -> None:
     for name in ("quant-cpu", "quality-cuda"):
         assert reuse_numbers.machine(name) in document
     assert quant_numbers.readme_line() in README
+
+
+def test_numbers_of_the_sample_questions_are_those_of_the_result_file() -> None:
+    page = questions_numbers.PAGE.read_text()
+    assert questions_numbers.with_numbers(page) == page, "run python -m tests.docs.questions_numbers"
 
 
 def test_numbers_of_the_disk_are_those_of_the_result_file() -> None:

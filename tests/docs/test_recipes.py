@@ -138,6 +138,12 @@ def check_contributing(scope: dict[str, Any], printed: str) -> None:
     assert "'misses': {}, 'refused': {}" in printed
 
 
+def check_your_questions(scope: dict[str, Any], printed: str) -> None:
+    assert [row.mode for row in scope["report"].rows] == ["baseline", "prefix_cache", "chunk_kv_reuse"]
+    assert scope["report"].row("prefix_cache").lost == ()
+    assert "1 question over 2 documents" in printed
+
+
 def check_limits(_scope: dict[str, Any], printed: str) -> None:
     assert "LlamaForCausalLM" in printed
     assert "the prompt is empty" in printed
@@ -147,6 +153,7 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "quick-start.md": check_quick_start,
     "options.md": check_options,
     "limits.md": check_limits,
+    "your-questions.md": check_your_questions,
     "contributing.md": check_contributing,
     "recipes/chat.md": check_chat,
     "recipes/rag.md": check_rag,

@@ -68,6 +68,41 @@ def plot_first_tokens(record: dict[str, Any], folder: Path) -> list[Path]:
     return save(figure, record, folder)
 
 
+def plot_right_answers(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Right answers against the speed-up of the first token, a point per mode and ratio."""
+    figure, axes = new_figure(7.2, 4.2)
+    rows = record["rows"]
+    kinds = {"baseline": "nothing", "prefix_cache": "deviation", "chunk_kv_reuse": "guided"}
+    approximate = [row for row in rows if row["ratio"] is not None]
+    axes.plot(
+        [row["speedup"] for row in approximate],
+        [100 * row["accuracy"] for row in approximate],
+        color=COLOURS["guided"],
+        linewidth=0.8,
+    )
+    for row in rows:
+        label = row["mode"] if row["ratio"] is None else f"{row['mode']}, {row['ratio']:.0%}"
+        point = (row["speedup"], 100 * row["accuracy"])
+        axes.plot(*point, marker="o", color=COLOURS[kinds[row["mode"]]])
+        below = row["mode"] == "prefix_cache"  # it stands where BASELINE does
+        axes.annotate(
+            f"{label} ({row['right']} of {row['questions']})",
+            point,
+            xytext=(6, -12 if below else 6),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.axhline(100 * rows[0]["accuracy"], color="#8d8d8d", linewidth=0.8, linestyle="--")
+    axes.set_xlim(0, max(row["speedup"] for row in rows) * 1.35)
+    axes.set_ylim(0, 105)
+    axes.set_xlabel("speed-up of the first token over BASELINE (median of all questions)")
+    axes.set_ylabel("right answers, %")
+    what = f"{record['questions']} questions, documents read {record['read']}"
+    axes.set_title(title(record, what), loc="left", fontsize=8)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    return save(figure, record, folder)
+
+
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     """An empty figure in inches, without a frame at the top and on the right."""
     require_matplotlib()

@@ -14,6 +14,7 @@ from kvboost.cli.bench import bench
 from kvboost.cli.calibrate import calibrate
 from kvboost.cli.demo import demo
 from kvboost.cli.disk import disk, stats
+from kvboost.cli.evaluate import evaluate
 from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
 from kvboost.cli.serve import serve
@@ -63,11 +64,12 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     kvboost disk check DIR                        check over what --disk-cache-dir keeps
     kvboost verify builtin                        prove that what is reused is right
     kvboost calibrate builtin                     measure the error of approximate reuse
+    kvboost evaluate questions.jsonl              your own questions: which mode and ratio to use
     kvboost bench prefix                          measure it on this machine
 
     MODEL is a hub name, a folder, or "builtin".
     """
 
 
-for command in (demo, generate, warm, serve, explain, stats, calibrate, verify, disk, bench):
+for command in (demo, generate, warm, serve, explain, stats, calibrate, evaluate, verify, disk, bench):
     main.add_command(command)

@@ -132,15 +132,17 @@ class EngineCore:
         self,
         prompts: Sequence[Prompt],
         continuations: Sequence[Prompt],
-        mode: GenerationMode | str,
-        cache_salt: str | None,
+        arguments: Arguments,
         max_batch_tokens: int | None,
     ) -> Iterator[Outcome[ScoreResult]]:
         """Check pairs of a prompt and a continuation, now, and score them as they are taken."""
         started = time.perf_counter()
         many.check_batch_tokens(max_batch_tokens)
-        namespace = self.parts.fit.last_namespace(self.parts.salt(cache_salt))
-        requests = self.parts.requests.read_scores(prompts, continuations, namespace, mode, started)
+        repair = self.parts.approximation.repair(*arguments.repair)
+        namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
+        requests = self.parts.requests.read_scores(
+            prompts, continuations, arguments, namespace, started, repair
+        )
         jobs = many.score_jobs(requests, self.parts.reader.decode)
         outcomes = self.many.outcomes(jobs, self.alone.score, max_batch_tokens=max_batch_tokens)
         return self.notice.over(outcomes)

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from kvboost.environment import cache_folder
 from kvboost.errors import CacheFileError, InvalidRequestError
 from kvboost.proof.documents import needle_cases
-from kvboost.proof.fresh_engine import ReusesText
+from kvboost.proof.fresh_engine import ReusesText, fresh_engine
 from kvboost.proof.needles import measure_facts
 from kvboost.proof.quality import strategy_of
 
@@ -72,6 +73,18 @@ def bounds_text(max_kl: float | None, min_facts: float | None) -> str:
     """What is asked for, in words."""
     asked = {"max_kl": max_kl, "min_facts": min_facts}
     return " and ".join(f"{name}={bound:g}" for name, bound in asked.items() if bound is not None)
+
+
+def calibrate(engine: Any, prompts: int, report: Report) -> Calibration:
+    """Measure on an engine like `engine`, whose own cache is left alone; keep the result, and let it hold."""
+    if refusal := engine.core.parts.approximation.refusal(0, calibrating=True):
+        raise InvalidRequestError(f"there is nothing to calibrate: {refusal}")
+    with fresh_engine(engine, recompute_ratio=0.15, max_kl=None, min_facts=None) as fresh:
+        of, most = (engine.core.parts.model_name, engine.settings.selector), engine.max_positions
+        found = measure(fresh, *of, prompts=prompts, max_positions=most, report=report)
+    save(found)
+    engine.core.parts.use_calibration(found)
+    return found
 
 
 def measure(

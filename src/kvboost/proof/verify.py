@@ -128,15 +128,20 @@ class CorrectnessReport:
 
 def verify(
     engine: Verifiable,
-    prompts: Sequence[Prompt] | None,
+    prompts: Sequence[Prompt] | int | None,
     max_new_tokens: int,
     mode: GenerationMode,
     *,
     report: Report = lambda _done, _total, _what: None,
 ) -> CorrectnessReport:
-    """Answer the prompts both ways, and check the engine's parts. None = one prompt of our own."""
+    """Answer the prompts both ways, and check the engine's parts. None = one prompt of our own.
+
+    A number in the place of prompts is `max_new_tokens`, as in the older call.
+    """
     started = time.perf_counter()
-    asked = _read(engine, prompts, max_new_tokens)
+    given = None if isinstance(prompts, int) else prompts
+    max_new_tokens = prompts if isinstance(prompts, int) else max_new_tokens
+    asked = _read(engine, given, max_new_tokens)
     steps = len(asked) + 1
     answered = []
     with engine.core.notice.paused():  # the report says what was approximate

@@ -139,8 +139,9 @@ class ScoreRequest(Request):
         namespace: Namespace,
         started: float,
         index: int,
+        repair: Any = None,
     ) -> None:
-        super().__init__(prompt, mode, options, namespace, started, index)
+        super().__init__(prompt, mode, options, namespace, started, index, repair)
         self.continuation = list(continuation)
         self.token_ids = np.concatenate([prompt.token_ids, np.asarray(continuation[:-1], dtype=np.int64)])
         self.needed = len(self.token_ids)
@@ -287,12 +288,7 @@ class RequestReader:
 
     def _checked(self, arguments: Arguments) -> tuple[GenerationMode, GenerationOptions]:
         """Mode and options, against what the model can do."""
-        mode = choice(GenerationMode, "mode", arguments.mode)
-        if arguments.repair != (None, None) and mode is not GenerationMode.CHUNK_KV_REUSE:
-            raise InvalidRequestError(
-                "recompute_ratio and selector say how moved text is repaired, and mode "
-                f'{mode.value!r} reuses none: leave them out, or pass mode="chunk_kv_reuse"'
-            )
+        mode = self._checked_mode(arguments)
         options = _checked_options(arguments.options)
         return mode, read_options(
             self._model,
@@ -303,16 +299,27 @@ class RequestReader:
             options,
         )
 
+    def _checked_mode(self, arguments: Arguments) -> GenerationMode:
+        """The mode, and that it repairs at all where a caller says how."""
+        mode = choice(GenerationMode, "mode", arguments.mode)
+        if arguments.repair != (None, None) and mode is not GenerationMode.CHUNK_KV_REUSE:
+            raise InvalidRequestError(
+                "recompute_ratio and selector say how moved text is repaired, and mode "
+                f'{mode.value!r} reuses none: leave them out, or pass mode="chunk_kv_reuse"'
+            )
+        return mode
+
     def read_scores(
         self,
         prompts: Sequence[Prompt],
         continuations: Sequence[Prompt],
+        arguments: Arguments,
         namespace: Namespace,
-        mode: GenerationMode | str,
         started: float,
+        repair: Any = None,
     ) -> list[ScoreRequest]:
         """Pairs of a prompt and a continuation. An error names the pair that is wrong."""
-        checked_mode = choice(GenerationMode, "mode", mode)
+        checked_mode = self._checked_mode(arguments)
         options = read_options(self._model, 1, 1.0, False, None, {})
         pairs = checked_list(prompts), checked_list(continuations, "continuations")
         if len(prompts) != len(continuations):
@@ -329,7 +336,8 @@ class RequestReader:
                 self.check_positions(needed, "prompt and continuation", len(tokens))
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") from error
-            requests.append(ScoreRequest(tokens, ids, checked_mode, options, namespace, started, index))
+            own = (options, namespace, started, index, repair)
+            requests.append(ScoreRequest(tokens, ids, checked_mode, *own))
         return requests
 
     def _request(

@@ -90,7 +90,7 @@ class CacheBlendRecompute(RepairStrategy):
                 depth, (paid, squares) = depth.to(scores.device), scores[:, :total].double()
             where = torch.from_numpy(reused).to(paid.device)
             looked_for = _spread(squares, depth)[where]
-            found = (paid / (depth + _HALF_WORTH_TOKENS))[where]
+            found: torch.Tensor = (paid / (depth + _HALF_WORTH_TOKENS))[where]
             at_seam = depth[where] < RUN_START_TOKENS
             looked_for[at_seam], found[at_seam] = -torch.inf, torch.inf
             left = max(0, budget - int(at_seam.sum()))

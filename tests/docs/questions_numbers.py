@@ -1,0 +1,47 @@
+"""The table of docs/your-questions.md, made from the result file of the sample questions.
+
+`python -m tests.docs.questions_numbers` writes it into the page; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.docs.reuse_numbers import machine, record
+
+PAGE = Path(__file__).parents[2] / "docs" / "your-questions.md"
+BEGIN, END = "<!-- made by tests/docs/questions_numbers.py -->", "<!-- end of what is made -->"
+
+
+def rows_table() -> str:
+    lines = [
+        "| | right | of BASELINE's right kept | first token, median | speed-up | reused | computed again |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in record("questions-cpu")["rows"]:
+        name = row["mode"] if row["ratio"] is None else f"{row['mode']}, {row['ratio']:.0%}"
+        lines.append(
+            f"| {name} | {row['right']} of {row['questions']} | {row['kept']} of {row['baseline_right']} "
+            f"| {row['ttft_ms']:,.0f} ms | {row['speedup']:.1f} x | {row['reused_share']:.0%} "
+            f"| {row['recomputed_share']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def made() -> str:
+    found = record("questions-cpu")
+    return (
+        f"{rows_table()}\n\n> {found['recommendation']}\n\n"
+        f"{found['questions']} questions over {found['documents']} documents, read {found['read']}, "
+        f"{found['model']} in {found['dtype']}, {machine('questions-cpu')}, "
+        f"load average {found['machine']['load_average']:.1f}."
+    )
+
+
+def with_numbers(page: str) -> str:
+    before, rest = page.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n\n{made()}\n\n{END}{rest.split(END, 1)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_numbers(PAGE.read_text()))
