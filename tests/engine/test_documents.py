@@ -14,8 +14,10 @@ import torch
 from kvboost import KVBoost
 from kvboost.choices import Origin
 from kvboost.errors import InvalidRequestError
-from kvboost.executor import documents as windows
-from kvboost.executor.documents import CONTEXT_TOKENS, LEAD_IN, LEAD_IN_TOKENS, SEPARATOR
+from kvboost.executor import windows
+from kvboost.executor.documents import LEAD_IN, LEAD_IN_TOKENS, SEPARATOR
+from kvboost.executor.warming import Warmer
+from kvboost.executor.windows import CONTEXT_TOKENS
 from tests.engine.reuse_checks import (
     check_exact_tree,
     check_spans,
@@ -199,13 +201,13 @@ def test_behind_is_computed_once(make_engine: MakeEngine, monkeypatch: pytest.Mo
     monkeypatch.setattr(windows, "CONTEXT_TOKENS", 0)  # a window for each
     engine = make_engine(model=long_model())
     read: list[int] = []
-    prefill = windows.Warmer.read.__globals__["decode"].prefill
+    prefill = Warmer.read.__globals__["decode"].prefill
 
     def counted(model: Any, ids: Any, arena: Any, end: int, **options: Any) -> Any:
         read.append(end - arena.length)
         return prefill(model, ids, arena, end, **options)
 
-    monkeypatch.setattr(windows.Warmer.read.__globals__["decode"], "prefill", counted)
+    monkeypatch.setattr(Warmer.read.__globals__["decode"], "prefill", counted)
     shelf = documents(3, seed=9)
     engine.warm_documents(shelf, SYSTEM)
     assert read == [len(SYSTEM) + len(shelf[0]), len(shelf[1]), len(shelf[2])]
@@ -306,7 +308,11 @@ def test_a_short_document_is_kept_and_says_that_it_is_short(make_engine: MakeEng
         (["good", ""], None, "document 1: the document is empty"),
         (["good", []], None, "document 1: the document is empty"),
         (["good", [[1], [2]]], None, "document 1: a document must be a string, or a flat list"),
-        (["good", [{"role": "user", "content": "a"}]], None, "document 1: a document is text or token ids"),
+        (
+            ["good", [{"role": "user", "content": "a"}]],
+            None,
+            "document 1: a document must be a string, or a flat list",
+        ),
         (["good", [9_999]], None, "document 1: token id 9999 is outside"),
         (["good", "\ud800"], None, "document 1: the document has half of a surrogate pair"),
         (["good", [7] * 1025], None, "document 1 has 1025 tokens, and at most 1024 fit; split the document"),

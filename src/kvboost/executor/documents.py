@@ -17,6 +17,7 @@ import numpy as np
 from kvboost.batching.many import shown
 from kvboost.errors import InvalidRequestError
 from kvboost.executor.warming import Warmer
+from kvboost.executor.windows import Packer, Place, Window
 from kvboost.identity.namespace import Namespace
 from kvboost.models import WarmResult
 from kvboost.parts.engine_parts import EngineParts
@@ -24,7 +25,6 @@ from kvboost.requests.encoding import UNBOUNDED, ReadingBounds
 from kvboost.requests.prompts import Prompt, TokenizedPrompt
 from kvboost.requests.request import checked_list
 
-CONTEXT_TOKENS = 2_048  # a document that would have more than these before it begins a new window
 LEAD_IN_TOKENS = 256  # at most, of another document or the neutral text
 MIN_BEFORE_TOKENS = 32  # what was read behind fewer counts as read alone
 SEPARATOR = "\n\n"  # between two documents
@@ -35,23 +35,6 @@ LEAD_IN = (
     "on a line of its own and stands for itself: what one of them says need not hold for the next. Names, "
     "numbers and dates are given as they were found.\n\n"
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Tokens `[start, end)` of a window: document number `document`."""
-
-    document: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Window:
-    """A lead-in, then documents with separators between them, as `token_ids` `[tokens]`."""
-
-    token_ids: np.ndarray
-    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -154,7 +137,7 @@ class DocumentWarmer:
         separator = reader.read_piece(SEPARATOR, "separator")
         neutral = reader.read(LEAD_IN, warming=True).token_ids
         start = neutral[: len(neutral) - len(reader.read_piece(LEAD_IN, "lead-in"))]  # special tokens
-        packer = _Packer(separator, most)
+        packer = Packer(separator, most)
         for number, ids in enumerate(plan.documents):
             if self._held(ids, plan, namespace, used=True)[1] == len(ids):
                 continue
@@ -213,44 +196,6 @@ class DocumentWarmer:
                 f"fewer than {shortest} tokens are found only behind the text that they were read behind"
             )
         return WarmResult(chunks, total, chunk_size, tail == 0, tail, warning)
-
-
-class _Packer:
-    """Puts documents into windows of at most `room` tokens, one behind the other."""
-
-    def __init__(self, separator: np.ndarray, room: int | None) -> None:
-        self._separator = separator
-        self._room = room
-        self._windows: list[Window] = []
-        self._parts: list[np.ndarray] = []
-        self._places: list[Place] = []
-        self._length = 0
-
-    def add(self, number: int, ids: np.ndarray, lead: np.ndarray) -> None:
-        """Put a document behind those before it, or behind `lead` in a new window."""
-        start = self._length + len(self._separator)
-        fits = self._room is None or start + len(ids) <= self._room
-        if self._places and start <= CONTEXT_TOKENS and fits:
-            self._append(self._separator)
-        else:
-            self._end()
-            self._append(lead)
-        self._places.append(Place(number, self._length, self._length + len(ids)))
-        self._append(ids)
-
-    def windows(self) -> list[Window]:
-        """All windows."""
-        self._end()
-        return self._windows
-
-    def _end(self) -> None:
-        if self._places:
-            self._windows.append(Window(np.concatenate(self._parts), tuple(self._places)))
-        self._parts, self._places, self._length = [], [], 0
-
-    def _append(self, ids: np.ndarray) -> None:
-        self._parts.append(ids)
-        self._length += len(ids)
 
 
 def _check_lengths(documents: Sequence[np.ndarray], before: int, most: int | None) -> None:

@@ -75,18 +75,12 @@ class PromptReader:
         self._check(tokens)
         return TokenizedPrompt(tokens, text)
 
-    def read_piece(
-        self, text: str | Sequence[int], what: str, bounds: ReadingBounds = UNBOUNDED
-    ) -> np.ndarray:
-        """The ids `[tokens]` of a text that stands among others, so without special tokens around it."""
+    def read_piece(self, text: Any, what: str, bounds: ReadingBounds = UNBOUNDED) -> np.ndarray:
+        """The ids `[tokens]` of text or ids that stand among others, so without special tokens around them."""
         if isinstance(text, str):
             self._encoder.check_length(text, bounds)
-            encoded = self._encoder.encode(text, add_special_tokens=False, what=what, bounds=bounds)
-            ids = np.asarray(encoded, dtype=np.int64)
-        elif isinstance(text, Sequence) and len(text) > 0 and isinstance(text[0], Mapping):
-            raise InvalidRequestError(f"a {what} is text or token ids, and these are messages")
-        else:
-            ids = self._checked_ids(text, what)
+            text = self._encoder.encode(text, add_special_tokens=False, what=what, bounds=bounds)
+        ids = self._checked_ids(text, what)
         self._check(ids, what)
         return ids
 
