@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.docs.reuse_numbers import machine, record
+from tests.docs.reuse_numbers import GROUP_NAMES, GROUPS, QUALITY, machine, record
 
 WORDS = {"16": "16 (as computed)", "8": "`8`", "k8v4": '`"k8v4"`', "4": "`4`"}
 
@@ -47,17 +47,13 @@ def plain_speed() -> str:
 
 def moved_table() -> str:
     lines = [
-        "| cached KV | mean KL | alone, 4 | alone, 8 | behind, 4 | behind, 8 | same top token |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| cached KV | mean KL | {GROUP_NAMES} | same top token |",
+        "| --- |" + " --- |" * (len(GROUPS) + 2),
     ]
-    rows = [
-        row for row in record("quality-cuda")["results"] if (row["method"], row["ratio"]) == ("guided", 0.1)
-    ]
+    rows = [row for row in record(QUALITY)["results"] if (row["method"], row["ratio"]) == ("guided", 0.1)]
     for row in rows:
         groups = row["groups"]
-        errors = " | ".join(
-            f"{groups[name]['kl_mean']:.4f}" for name in ("alone-4", "alone-8", "behind-4", "behind-8")
-        )
+        errors = " | ".join(f"{groups[name]['kl_mean']:.4f}" for name in GROUPS)
         overall = groups["overall"]
         lines.append(
             f"| {WORDS[str(row['bits'])]} | {overall['kl_mean']:.4f} | {errors} | {overall['top1']:.1%} |"

@@ -29,6 +29,8 @@ from tests.engine.reuse_checks import (
 from tests.fixture_types import MakeEngine
 from tests.tiny_models import long_model, random_ids, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("approximate_reuse")
+
 SYSTEM = random_ids(50, seed=4711)
 
 
@@ -273,6 +275,10 @@ def test_results_say_what_did_not_fit(make_engine: MakeEngine) -> None:
             assert found_of(engine, document) >= 0.97 * len(document)
         else:
             assert result.chunks_stored < 10
+    before = engine.cache_stats()["evicted_chunks"]
+    later = engine.warm_documents([random_ids(150, seed=90), random_ids(150, seed=91)])
+    gone = engine.cache_stats()["evicted_chunks"] - before
+    assert sum(result.evicted_chunks for result in later) == gone > 0
     check_store(engine)
 
 

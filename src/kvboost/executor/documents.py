@@ -10,7 +10,7 @@ an engine, no answers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class DocumentPlan:
 
     `number_of` says by position in the call which of the different documents it is. Those in no window are
     held already. `behind` are the ids that the caller wants them to follow; none = any text. `gated` says why
-    nothing is read at all.
+    nothing is read at all. `evicted` counts chunks that went for a window, by its first document.
     """
 
     documents: list[np.ndarray]
@@ -52,6 +52,7 @@ class DocumentPlan:
     salt: str
     windows: list[Window]
     gated: str = ""
+    evicted: dict[int, int] = field(default_factory=dict)
 
     @property
     def held_tokens(self) -> int:
@@ -87,7 +88,8 @@ class DocumentWarmer:
         for window in plan.windows:
             namespace = self._parts.namespace(plan.salt)  # the model may have changed since the last one
             if not namespace.gated:
-                self._warmer.read(window.token_ids, len(window.token_ids), namespace)
+                report = self._warmer.read(window.token_ids, len(window.token_ids), namespace)
+                plan.evicted[window.places[0].document] = report.evicted
             yield from window.places
 
     # --- planning ----------------------------------------------------------------------------
@@ -172,7 +174,10 @@ class DocumentWarmer:
         for number, ids in enumerate(plan.documents):
             if number not in kept:
                 kept[number] = self._held(ids, plan, namespace) if not plan.gated else (0, 0)
-        found = [self._result(len(ids), *kept[n], plan.gated) for n, ids in enumerate(plan.documents)]
+        found = [
+            replace(self._result(len(ids), *kept[n], plan.gated), evicted_chunks=plan.evicted.get(n, 0))
+            for n, ids in enumerate(plan.documents)
+        ]
         return [found[number] for number in plan.number_of]
 
     def _kept_in(self, window: Window, place: Place, namespace: Namespace) -> tuple[int, int]:
