@@ -50,7 +50,12 @@ class Reordering:
         self.name = f"{selector} {ratio:.0%}"
         self.about = {"label": f"kvboost, {self.name}", "selector": selector, "ratio": ratio}
         self._engine = fresh_engine(
-            engine, recompute_strategy="cacheblend", selector=selector, recompute_ratio=ratio, max_kl=None
+            engine,
+            recompute_strategy="cacheblend",
+            selector=selector,
+            recompute_ratio=ratio,
+            max_kl=None,
+            min_facts=None,
         )
 
     def warm(self, document: list[int]) -> None:

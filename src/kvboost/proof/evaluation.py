@@ -55,7 +55,7 @@ def evaluate(
     questions = read_questions(source)
     contestants, notes = _that_can(engine, settings)
     with (
-        fresh_engine(engine, recompute_ratio=RATIOS[0], max_kl=None) as fresh,
+        fresh_engine(engine, recompute_ratio=RATIOS[0], max_kl=None, min_facts=None) as fresh,
         opened_log(None if results is None else Path(results)) as log,
         _bar(progress) as report,
     ):
