@@ -405,9 +405,11 @@ def test_the_built_in_model(real: KVBoost) -> None:
         "The school. Lessons begin after the milk has come. In storms everyone stays until noon. " * 4,
     ]
     assert all(result.alignment_warning is None for result in real.warm_documents(pages, system))
-    prompt = f"{system}{pages[0]}\n\nQuestion: When does the ferry leave?\nAnswer:"
+    # As ids: in one text, the line breaks before a page are other tokens than by themselves.
+    known = real.tokenize(system) + real.tokenize(pages[0])
+    prompt = known + real.tokenize("Question: When does the ferry leave?\nAnswer:")
     exact = real.generate(prompt, max_new_tokens=8, mode="prefix_cache")
-    assert exact.cached_tokens >= len(real.tokenize(system + pages[0])) - 2
+    assert exact.cached_tokens >= len(known)
     assert exact.token_ids == real.generate(prompt, max_new_tokens=8, mode="baseline").token_ids
     moved = f"{system}{pages[2]}\n\n{pages[1]}\n\nQuestion: What ends trade?\nAnswer:"
     found = real.explain(moved)

@@ -242,7 +242,8 @@ def test_documents_are_warmed_and_found_anywhere(
 
 def test_documents_without_a_prompt_and_in_several_windows(make_engine: MakeEngine, serve: Serve) -> None:
     server = serve(make_engine())  # 1,024 positions, so that not all of them fit into one
-    texts = [f"Page {number}. " + "Nothing happened on this day either. " * 8 for number in range(5)]
+    numbers = [[number * 7919 + k * k * 104_729 for k in range(60)] for number in range(5)]
+    texts = [" ".join(str(each % 10_007) for each in page) for page in numbers]
     warmed = server.post("/v1/cache/warm", documents=texts)
     assert all(each["warning"] is None for each in warmed["documents"])
     assert server.post("/v1/cache/warm", documents=texts)["cached_tokens"] == sum(map(len, texts))

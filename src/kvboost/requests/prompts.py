@@ -76,7 +76,7 @@ class PromptReader:
         return TokenizedPrompt(tokens, text)
 
     def read_piece(self, text: Any, what: str, bounds: ReadingBounds = UNBOUNDED) -> np.ndarray:
-        """The ids `[tokens]` of text or ids that stand among others, without special tokens around them."""
+        """The ids `[tokens]` of text or ids that stand among others: without special tokens around them."""
         if isinstance(text, str):
             self._encoder.check_length(text, bounds)
             text = self._encoder.encode(text, add_special_tokens=False, what=what, bounds=bounds)
