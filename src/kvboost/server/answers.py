@@ -83,15 +83,7 @@ class Reuse(Answer):
     def of(cls, result: GenerationResult, told: Callable[[str], str]) -> Reuse:
         """Of a result; `told` turns a reason into what the caller may see."""
         return cls(
-            ttft_ms=result.ttft_ms,
-            total_ms=result.total_ms,
-            mode=result.mode,
-            cached_tokens=result.cached_tokens,
-            recomputed_tokens=result.recomputed_tokens,
-            exact_tokens=result.exact_tokens,
-            approximate_tokens=result.approximate_tokens,
-            saved_tokens=result.saved_tokens,
-            decode_tokens_per_sec=result.decode_tokens_per_sec,
+            **{name: getattr(result, name) for name in cls.model_fields if name != "spans"},
             spans=[
                 SpanBody(start=span.start, end=span.end, origin=span.origin, reason=told(span.reason))
                 for span in result.spans
