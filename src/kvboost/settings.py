@@ -186,9 +186,9 @@ class EngineSettings:
         default=None,
         metadata=about(
             "reuse",
-            "With --recompute-ratio auto: the error that reuse may make.",
+            "With --recompute-ratio auto: the error that reuse may make. With --min-facts alone, any.",
             "number",
-            default_text=f"{DEFAULT_MAX_KL:g}, or none with --min-facts",
+            default_text=f"{DEFAULT_MAX_KL:g}",
         ),
     )
     min_facts: float | None = field(

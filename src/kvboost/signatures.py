@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ def constructor_takes(
     arguments: Callable[P, A],
 ) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
     """Let a constructor take the parameters of a dataclass, and get them as one, checked."""
-    taken = inspect.signature(arguments)
+    taken, hints = inspect.signature(arguments), get_type_hints(arguments)
 
     def decorate(method: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
         @functools.wraps(method)
@@ -39,7 +39,7 @@ def constructor_takes(
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = taken.parameters.values()
         init.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
-        init.__annotations__ = {each.name: each.annotation for each in parameters}
+        init.__annotations__ = {each.name: hints[each.name] for each in parameters}
         del init.__wrapped__  # whose parameters are others
         return init
 

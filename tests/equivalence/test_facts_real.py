@@ -37,7 +37,7 @@ def test_facts_of_a_few_questions(real: KVBoost) -> None:
 @pytest.mark.slow
 def test_facts_full() -> None:
     """The benchmark's own targets, on questions that the rule was not chosen with."""
-    command = "bench quality --prompts 18 --prompt-tokens 1200 --facts 100 --json --out"
+    command = "bench quality --dtype bfloat16 --prompts 18 --prompt-tokens 1200 --facts 100 --json --out"
     outcome = CliRunner().invoke(main, [*command.split(), str(RESULTS)])
     assert outcome.exit_code == 0, outcome.stderr
     record = json.loads(outcome.stdout)

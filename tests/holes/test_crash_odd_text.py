@@ -73,6 +73,7 @@ def test_half_of_a_surrogate_pair_in_a_continuation(make_engine: MakeEngine) -> 
     ],
     ids=ascii,
 )
+@pytest.mark.usefixtures("approximate_reuse")
 def test_odd_text_is_read(make_engine: MakeEngine, text: str) -> None:
     engine = make_engine()
     assert len(engine.generate(text, 2).token_ids) >= 1

@@ -16,6 +16,7 @@ import torch
 from kvboost.batching.batch_memory import BatchMemory
 from kvboost.batching.sequence import Sequence
 from kvboost.kernels.work import Stretch
+from kvboost.models import ReusedRun
 from kvboost.reuse.repair import live_positions
 from kvboost.run import decode
 from kvboost.run.packed_step import PackedModel, SequenceKV
@@ -51,8 +52,8 @@ def _chosen_in_place(
     memory: BatchMemory, packed: PackedModel, sequence: Sequence, kv: SequenceKV, state: Hashable
 ) -> np.ndarray | None:
     """Where the end of the prompt is all that has to be asked, KV stays where it is; None where it is not."""
-    plan, ids, strategy = sequence.plan, sequence.request.token_ids, sequence.plan.strategy
-    runs, start = plan.repair_runs, max(0, len(ids) - strategy.observes)
+    ids, strategy, runs = sequence.request.token_ids, sequence.plan.strategy, _runs_there(sequence)
+    start = max(0, len(ids) - strategy.observes)
     slots = memory.probe_slots(strategy.observes) if strategy.observes else None
     if slots is None:
         return None
@@ -70,15 +71,23 @@ def _chosen_in_place(
         return None
 
 
+def _runs_there(sequence: Sequence) -> list[ReusedRun]:
+    """What is reused, with all exact text before the private nodes: other requests may have computed it."""
+    runs, first = sequence.plan.repair_runs, sequence.private_nodes[0].segment.position
+    before = [ReusedRun(0, first, 0, True)] if first else []
+    return [*before, *(run for run in runs if run.start >= first)]
+
+
 def _chosen_in_a_copy(model: Any, memory: BatchMemory, sequence: Sequence, kv: SequenceKV) -> np.ndarray:
     """For strategies that want an arena in which positions are slots, and may write to it."""
-    plan, ids, strategy = sequence.plan, sequence.request.token_ids, sequence.plan.strategy
-    runs, staged = plan.repair_runs, memory.staged(len(ids))
+    ids, strategy, runs = sequence.request.token_ids, sequence.plan.strategy, _runs_there(sequence)
+    staged = memory.staged(len(ids))
     for run in runs:
         staged.place(kv.between(run.start, run.end), run.start)
-    for start, end in plan.gaps:
+    ends, starts = [0, *(run.end for run in runs)], [*(run.start for run in runs), len(ids)]
+    for start, end in zip(ends, starts, strict=True):
         staged.clear(start, end)  # masked, but a mask does not stop the NaN of an earlier request
-    staged.set_length(plan.contiguous_end)
+    staged.set_length(sequence.plan.contiguous_end)
     chosen = strategy.choose(model, ids, staged, runs)
     if strategy.rewrites_all:
         for node in sequence.private_nodes:

@@ -234,6 +234,7 @@ def test_engines_with_different_bits_share_a_model_in_threads(make_engine: MakeE
     assert engines[-1].cache_stats()["evicted_chunks"] > 0
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 def test_threads_with_approximate_reuse_and_text_that_is_refused(make_engine: MakeEngine) -> None:
     model = broken_model()
     budget = 60 * make_engine(model=model, kv_cache_bits=8).codec.bytes_for(16)
