@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.docs.reuse_numbers import machine, record
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-questions.md"
+COMMAND = "kvboost evaluate examples/questions.jsonl --max-new-tokens 16 --again --out benchmarks/results"
 BEGIN, END = "<!-- made by tests/docs/questions_numbers.py -->", "<!-- end of what is made -->"
 
 
@@ -30,11 +31,13 @@ def rows_table() -> str:
 
 def made() -> str:
     found = record("questions-cpu")
+    limit = f" --limit {found['limit']}" if found["limit"] else ""
     return (
         f"{rows_table()}\n\n> {found['recommendation']}\n\n"
         f"{found['questions']} questions over {found['documents']} documents, read {found['read']}, "
         f"{found['model']} in {found['dtype']}, {machine('questions-cpu')}, "
-        f"load average {found['machine']['load_average']:.1f}."
+        f"load average {found['machine']['load_average']:.1f}. Command: `{COMMAND}{limit}`; all answers: "
+        "[result](../benchmarks/results/questions-cpu.json)."
     )
 
 

@@ -93,7 +93,7 @@ def plot_right_answers(record: dict[str, Any], folder: Path) -> list[Path]:
             fontsize=8,
         )
     axes.axhline(100 * rows[0]["accuracy"], color="#8d8d8d", linewidth=0.8, linestyle="--")
-    axes.set_xlim(0, max(row["speedup"] for row in rows) * 1.35)
+    axes.set_xlim(0, max(row["speedup"] for row in rows) * 1.5)
     axes.set_ylim(0, 105)
     axes.set_xlabel("speed-up of the first token over BASELINE (median of all questions)")
     axes.set_ylabel("right answers, %")

@@ -109,7 +109,7 @@ def evaluate(
         if results is not None and again:
             results.unlink(missing_ok=True)
         report = engine.evaluate(questions, **options, results=results, progress=False if as_json else None)
-    record = {**report.to_dict(), **head, "file": file.name}
+    record = {**report.to_dict(), **head, "file": file.name, "limit": limit}
     paths = _written(record, out, plot=plot) if out is not None else []
     if as_json:
         click.echo(json.dumps(record))
@@ -139,8 +139,8 @@ def _show(report: EvaluationReport, record: dict[str, Any]) -> None:
 
 
 def rows_table(report: EvaluationReport) -> Table:
-    """A row per mode and ratio."""
-    headings = ("right", "kept", "first token,\nms (median)", "speed-\nup", "reused", "recom-\nputed")
+    """A row per mode and ratio, within 80 columns."""
+    headings = ("right", "kept", "first\ntoken, ms", "speed-\nup", "reused", "recom-\nputed")
     table = simple_table(Column("", no_wrap=True), *headings)
     for row in report.rows:
         table.add_row(*row.cells())
