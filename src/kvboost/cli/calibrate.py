@@ -69,7 +69,7 @@ def calibrate(model: str, prompts: int, as_json: bool, engine_options: dict[str,
 
 
 def _show(found: Calibration, bounds: tuple[float | None, float | None], chosen: float | None) -> None:
-    from kvboost.proof.calibration import bounds_text
+    from kvboost.proof.calibration import LEAST_QUESTIONS, bounds_text
 
     table = Table(title=f"{found.model}, {found.selector}, {found.prompts} prompts")
     table.add_column("computed again", justify="right")
@@ -82,8 +82,11 @@ def _show(found: Calibration, bounds: tuple[float | None, float | None], chosen:
         held = "yes" if chosen is not None and ratio >= chosen else "no"
         table.add_row(f"{ratio:.0%}", f"{error:.4f}", *facts, held)
     Console().print(table)
-    if bounds[1] is not None and not found.facts:
-        click.echo("full prefill answered none of the questions: there are no facts to be kept")
+    if bounds[1] is not None and found.questions < LEAST_QUESTIONS:
+        click.echo(
+            f"full prefill answered {found.questions} of {found.prompts} questions, and it takes "
+            f"{LEAST_QUESTIONS} to say what is kept: use more --prompts"
+        )
     words = bounds_text(*bounds)
     if chosen is None:
         click.echo(f"no ratio held {words}: with it there is exact reuse only")

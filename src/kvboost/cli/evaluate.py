@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MODES = tuple(mode.value for mode in GenerationMode)
 NAME = "questions"  # of the files in --out; `bench evaluation` is about lm-evaluation-harness
 ANSWERS = "answers.jsonl"
-_COMPARED = {"recompute_ratio": "use --ratios", "max_kl": "use --ratios"}
+_COMPARED = dict.fromkeys(("recompute_ratio", "max_kl", "min_facts"), "use --ratios")
 
 
 @click.command(cls=GroupedCommand)

@@ -81,9 +81,12 @@ def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
 def warnings_afterwards() -> Iterator[None]:
     """Show the Python warnings of the block when it is over, not in the middle of a line."""
     with warnings.catch_warnings(record=True) as caught:
-        yield
-    for each in caught:
-        _show_warning(each.message)
+        try:
+            yield
+        finally:
+            shown = [each.message for each in caught]
+    for message in shown:
+        _show_warning(message)
 
 
 # --- the folder behind --cache ---------------------------------------------------------------------

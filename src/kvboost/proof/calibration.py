@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 RATIOS = (0.05, 0.10, 0.15, 0.20, 0.30, 0.50)
 DEFAULT_PROMPTS = 12
 _LEAST_PROMPTS = 4
+LEAST_QUESTIONS = 8  # that full prefill answers, before a share of them says anything
 _DOCUMENTS = (4, 6, 8)
 _PROMPT_TOKENS = 1_600
 _MIN_PROMPT_TOKENS = 400
@@ -63,10 +64,13 @@ class Calibration:
             # not a number is no bound held
             if max_kl is not None and not self.errors[ratio] <= max_kl:
                 break
-            if min_facts is not None and not self.facts.get(ratio, 0.0) >= min_facts:
+            if min_facts is not None and not self._keeps(ratio, min_facts):
                 break
             fitting = ratio
         return fitting
+
+    def _keeps(self, ratio: float, min_facts: float) -> bool:
+        return self.questions >= LEAST_QUESTIONS and self.facts.get(ratio, 0.0) >= min_facts
 
 
 def bounds_text(max_kl: float | None, min_facts: float | None) -> str:

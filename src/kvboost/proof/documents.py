@@ -110,7 +110,8 @@ def _make_case(writer: PromptWriter, shelf: Shelf, group: Group, random: Random)
     read_before = []
     for number, document in enumerate(documents):
         before = pieces[group.documents + number * fillers :][:fillers]
-        read_before.append(writer.read_by_itself(document, behind=before))
+        as_read = writer.read_by_itself(document, behind=before)
+        read_before.append(list(document.token_ids) if group.way == TOGETHER else as_read)
     random.shuffle(documents)
     prompt = writer.prompt(documents, random.choice(documents).fact)
     random.shuffle(read_before)
@@ -131,10 +132,13 @@ def needle_cases(
     while True:
         count = random.choice(list(shelves))
         documents = writer.documents(shelves[count].take(count), random, draw_needles)
-        read = tuple(writer.read_by_itself(document) for document in documents)
+        alone = tuple(writer.read_by_itself(document) for document in documents)
+        together = tuple(list(document.token_ids) for document in documents)
         random.shuffle(documents)
         prompt = writer.prompt(documents, random.choice(documents).fact)
-        yield tuple(Case(f"{way}-{count}", prompt, read, way) for way in (ALONE, TOGETHER))
+        yield tuple(
+            Case(f"{way}-{count}", prompt, read, way) for way, read in ((ALONE, alone), (TOGETHER, together))
+        )
 
 
 class Shelf:

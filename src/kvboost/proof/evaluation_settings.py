@@ -29,6 +29,11 @@ class EvaluationSettings:
         cls, modes: Sequence[GenerationMode | str], ratios: Sequence[float], max_new_tokens: int, read: str
     ) -> EvaluationSettings:
         """The settings, each once and in order; an error says which is wrong."""
+        for name, given in (("modes", modes), ("ratios", ratios)):
+            if isinstance(given, str) or not isinstance(given, Sequence):
+                raise InvalidRequestError(f"{name} must be a list, got {given!r}")
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InvalidRequestError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
         named = {choice(GenerationMode, "modes", mode).value for mode in modes}
         for ratio in ratios:
             if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:

@@ -21,6 +21,7 @@ Source: TypeAlias = "str | os.PathLike[str] | Sequence[Mapping[str, Any] | Quest
 EXPECTED = ("contains", "regex", "choices")
 FIELDS = ("documents", "question", *EXPECTED, "answer", "system", "id")
 _MOST_SHOWN = 8  # bad lines in one error
+_LONGEST_ID = 64  # characters; a longer word is a text, in a language without spaces
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,15 @@ def read_questions(source: Source) -> list[Question]:
         )
     texts: dict[str, str] = {}
     questions: list[Question] = []
+    ids: set[str] = set()
     problems: list[str] = []
     for number, entry in entries:
         found = _read_or_why(entry, number, texts)
-        if isinstance(found, Question) and any(found.id == other.id for other in questions):
+        if isinstance(found, Question) and found.id in ids:
             found = f'id: "{found.id}" is the id of another question; give it one of its own'
         if isinstance(found, Question):
             questions.append(found)
+            ids.add(found.id)
         elif found:
             problems.append(f"{unit} {number}{where}: {found}")
     _raise(problems)
@@ -169,10 +172,10 @@ def _take_document(entry: Mapping[str, Any], texts: dict[str, str]) -> None:
 
 
 def _document(name: str, texts: Mapping[str, str]) -> str:
-    """The text of an id, or a text as it stands: what has no spaces is an id."""
+    """The text of an id, or a text as it stands: what is short and has no spaces is an id."""
     if name in texts:
         return texts[name]
-    if len(name.split()) == 1:
+    if len(name.split()) == 1 and len(name) <= _LONGEST_ID:
         known = ", ".join(texts) or "there is none"
         raise _UnusableError(
             f'documents: no document has the id "{name}" (known before this line: {known}); '

@@ -32,25 +32,32 @@ def recommendation(rows: Sequence[EvaluationRow]) -> str:
 def _advice(rows: Sequence[EvaluationRow]) -> str:
     exact = next((row for row in rows if row.mode == GenerationMode.PREFIX_CACHE.value), None)
     approximate = [row for row in rows if row.mode == GenerationMode.CHUNK_KV_REUSE.value]
-    exact_speedup = exact.speedup if exact is not None else 1.0
-    faster = [row for row in approximate if row.speedup >= MIN_GAIN * exact_speedup]
+    floor = MIN_GAIN * max(1.0, exact.speedup if exact is not None else 1.0)
+    faster = [row for row in approximate if row.speedup >= floor]
     good = [row for row in faster if (row.kept_share or 0.0) >= MIN_KEPT]
     if good:
-        best = max(good, key=lambda row: row.speedup)
-        return (
-            f'Use mode="{best.mode}" with recompute_ratio={best.ratio:g}: {best.kept_share:.0%} of '
-            f"BASELINE's right answers ({best.kept} of {best.baseline_right}) at {best.speedup:.1f} x "
-            "sooner first tokens."
-        )
-    use = f'Use mode="{GenerationMode.PREFIX_CACHE.value}"'
+        return f"Use {_numbers(max(good, key=lambda row: row.speedup))}."
     if faster:
         most = max(faster, key=lambda row: (row.kept, row.speedup))
-        return (
-            f"{use}: approximate reuse loses {1 - (most.kept_share or 0.0):.0%} of BASELINE's right answers "
-            f"here even at recompute_ratio={most.ratio:g} ({most.kept} of {most.baseline_right} kept, at "
-            f"{most.speedup:.1f} x sooner first tokens)."
+        why = f"approximate reuse keeps {_share(most)} at recompute_ratio={most.ratio:g}"
+    elif approximate:
+        why = (
+            f"approximate reuse gains nothing here ({max(row.speedup for row in approximate):.1f} x at best)"
         )
-    if approximate:
-        most = max(approximate, key=lambda row: row.speedup)
-        return f"{use}: approximate reuse gains nothing here ({most.speedup:.1f} x at best)."
-    return f"{use}: it changes no answer, and approximate reuse was not measured."
+    else:
+        why = "approximate reuse was not measured"
+    if exact is None:
+        return f'Use mode="baseline": {why}, and exact reuse (mode="prefix_cache") was not measured.'
+    if (exact.kept_share or 0.0) >= MIN_KEPT:
+        return f"Use {_numbers(exact)}; {why}."
+    return f'Use mode="baseline": {why}, and mode="prefix_cache" {_share(exact)}.'
+
+
+def _numbers(row: EvaluationRow) -> str:
+    """A row's options, and what speaks for them."""
+    ratio = "" if row.ratio is None else f" with recompute_ratio={row.ratio:g}"
+    return f'mode="{row.mode}"{ratio}: {_share(row)} at {row.speedup:.1f} x sooner first tokens'
+
+
+def _share(row: EvaluationRow) -> str:
+    return f"{row.kept_share or 0.0:.0%} of BASELINE's right answers ({row.kept} of {row.baseline_right})"

@@ -80,20 +80,20 @@ async def warm(request: Request, service: TheService, caller: AnyCaller, note: T
 
     def read(
         body: WarmRequest, salt: str, reading: Reading
-    ) -> tuple[list[EngineRequest], DocumentPlan | None]:
+    ) -> tuple[list[EngineRequest], DocumentPlan | None, str]:
         # Exactly, whatever the server's mode is: what attended to moved text would be found by content only.
         exactly = Arguments(1, GenerationMode.PREFIX_CACHE, cache_salt=salt)
         if body.documents is None:
             ids = service.tokenize(body.text, salt, reading, field=body.prompt_field)
-            return [service.engine.core.read(ids, exactly)], None
+            return [service.engine.core.read(ids, exactly)], None, body.prompt_field
         plan = service.plan_documents(body, salt, reading)
         texts = [TokenizedPrompt(window.token_ids, "") for window in plan.windows]
-        return [service.engine.core.read(text, exactly) for text in texts], plan
+        return [service.engine.core.read(text, exactly) for text in texts], plan, "documents"
 
-    requests, plan = await _with_prompt(request, service, caller, read, WarmRequest)
+    requests, plan, field = await _with_prompt(request, service, caller, read, WarmRequest)
     found = WarmBody(prompt_tokens=0, cached_tokens=0, ms=0.0)
     for each in requests:  # one after the other: the next one finds what they have in common
-        ticket = service.submit(each, caller, param="prompt" if plan is None else "documents", answers=False)
+        ticket = service.submit(each, caller, param=field, answers=False)
         await unless_gone(request.receive, _through(ticket))
         found.prompt_tokens += ticket.result.prompt_tokens
         found.cached_tokens += ticket.result.cached_tokens

@@ -201,7 +201,7 @@ def find_text(
 
     def rank(node: TreeNode) -> bool:
         is_exact = store.entries[node.key].root_key == namespace.key
-        return is_exact and _text_to(node).startswith(before)
+        return is_exact and (not before or _begins_with(node, before))
 
     index = store.forest.content(namespace.content_key)
     runs = index.find(raw, 0, len(raw) // TOKEN_BYTES, rank=rank) if index is not None else []
@@ -218,13 +218,19 @@ def find_text(
     return tuple(found) if not any(entry.lost for entry in entries) else ()
 
 
-def _text_to(node: TreeNode | None) -> bytes:
-    """All tokens from the root to the end of `node`."""
-    parts = []
-    while node is not None:
-        parts.append(node.tokens)
-        node = node.parent
-    return b"".join(reversed(parts))
+def _begins_with(node: TreeNode, before: bytes) -> bool:
+    """Whether the text that `node` belongs to begins with `before`; reads no more of it."""
+    way: list[TreeNode] = []
+    above: TreeNode | None = node
+    while above is not None:
+        way.append(above)
+        above = above.parent
+    text = b""
+    for each in reversed(way):
+        if len(text) >= len(before):
+            break
+        text += each.tokens
+    return text.startswith(before)
 
 
 def _nodes_of(walk: Walk) -> list[TreeNode]:

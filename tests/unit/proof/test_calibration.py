@@ -209,6 +209,12 @@ def test_without_questions_no_share_of_facts_is_held() -> None:
     assert made({0.1: 0.04}).ratio_for(None, 0.1) is None
 
 
+def test_a_few_questions_hold_no_share_of_facts() -> None:
+    few = made({0.1: 0.01}, facts={0.1: 1.0}, questions=calibration.LEAST_QUESTIONS - 1)
+    assert few.ratio_for(None, 0.5) is None
+    assert few.ratio_for(0.05) == 0.1
+
+
 def test_bounds_in_words() -> None:
     assert calibration.bounds_text(0.05, None) == "max_kl=0.05"
     assert calibration.bounds_text(0.05, 0.8) == "max_kl=0.05 and min_facts=0.8"
