@@ -45,16 +45,33 @@ PREFIX = row("prefix_cache", None, 40, 1.0)
         ),
         (
             [PLAIN, PREFIX, row("chunk_kv_reuse", 0.1, 20, 6.0), row("chunk_kv_reuse", 0.3, 32, 2.5)],
-            'Use mode="prefix_cache": approximate reuse loses 20% of BASELINE\'s right answers here even at '
-            "recompute_ratio=0.3 (32 of 40 kept, at 2.5 x sooner first tokens).",
+            'Use mode="prefix_cache": 100% of BASELINE\'s right answers (40 of 40) at 1.0 x sooner first '
+            "tokens; approximate reuse keeps 80% of BASELINE's right answers (32 of 40) at recompute_ratio=0.3.",
         ),
         (  # nothing to win over exact reuse
             [PLAIN, replace(PREFIX, speedup=5.0), row("chunk_kv_reuse", 0.1, 40, 5.2)],
-            'Use mode="prefix_cache": approximate reuse gains nothing here (5.2 x at best).',
+            'Use mode="prefix_cache": 100% of BASELINE\'s right answers (40 of 40) at 5.0 x sooner first '
+            "tokens; approximate reuse gains nothing here (5.2 x at best).",
         ),
         (
             [PLAIN, PREFIX],
-            'Use mode="prefix_cache": it changes no answer, and approximate reuse was not measured.',
+            'Use mode="prefix_cache": 100% of BASELINE\'s right answers (40 of 40) at 1.0 x sooner first '
+            "tokens; approximate reuse was not measured.",
+        ),
+        (  # fewer bits, say: exact reuse is not exact then
+            [PLAIN, row("prefix_cache", None, 20, 1.3), row("chunk_kv_reuse", 0.1, 30, 3.0)],
+            'Use mode="baseline": approximate reuse keeps 75% of BASELINE\'s right answers (30 of 40) at '
+            'recompute_ratio=0.1, and mode="prefix_cache" 50% of BASELINE\'s right answers (20 of 40).',
+        ),
+        (  # slower than no reuse is no gain, whatever exact reuse takes
+            [PLAIN, replace(PREFIX, speedup=0.6), row("chunk_kv_reuse", 0.1, 40, 0.7)],
+            'Use mode="prefix_cache": 100% of BASELINE\'s right answers (40 of 40) at 0.6 x sooner first '
+            "tokens; approximate reuse gains nothing here (0.7 x at best).",
+        ),
+        (
+            [PLAIN, row("chunk_kv_reuse", 0.1, 30, 3.0)],
+            'Use mode="baseline": approximate reuse keeps 75% of BASELINE\'s right answers (30 of 40) at '
+            'recompute_ratio=0.1, and exact reuse (mode="prefix_cache") was not measured.',
         ),
     ],
 )
