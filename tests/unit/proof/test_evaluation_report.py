@@ -46,7 +46,8 @@ PREFIX = row("prefix_cache", None, 40, 1.0)
         (
             [PLAIN, PREFIX, row("chunk_kv_reuse", 0.1, 20, 6.0), row("chunk_kv_reuse", 0.3, 32, 2.5)],
             'Use mode="prefix_cache": 100% of BASELINE\'s right answers (40 of 40) at 1.0 x sooner first '
-            "tokens; approximate reuse keeps 80% of BASELINE's right answers (32 of 40) at recompute_ratio=0.3.",
+            "tokens; approximate reuse keeps 80% of BASELINE's right answers (32 of 40) at "
+            "recompute_ratio=0.3.",
         ),
         (  # nothing to win over exact reuse
             [PLAIN, replace(PREFIX, speedup=5.0), row("chunk_kv_reuse", 0.1, 40, 5.2)],
