@@ -25,7 +25,7 @@ _HALF = CHANGE // 2
 _PAGES_AT_ONCE = 2  # that an exchange of a summarized history reads
 _SHORTER = 0.4  # a result that a summary replaces, against one that stays
 _SPARE_TOKENS_PER_WORD = 40  # of texts for thoughts and results after the change, by the words of each
-_SUBJECTS = ("letters", "ledgers", "maps", "tickets", "permits", "invoices", "photographs", "minutes")
+_SUBJECTS = ("letters", "ledgers", "maps", "tickets", "permits", "invoices")
 _INSTRUCTION = "You answer questions about pages. Call a tool to read a page.\n\nTools:\n"
 
 Part = tuple[str, str]  # a name that is the same wherever the part stands, and its text

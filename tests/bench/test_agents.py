@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,24 +19,28 @@ from benchmarks.suite.commands import agents as command
 from kvboost.cli.main import main
 from tests.fixture_types import MakeEngine
 from tests.threads import one_torch_thread
-from tests.tiny_models import long_model
+from tests.tiny_models import tiny_model
 
-MOVED = 600
+MOVED = 240
+
+
+Chat = Callable[[str, int], tuple[AgentTurn, ...]]
 
 
 @pytest.fixture(scope="module")
-def stage(tokenizer: Any) -> Stage:
-    return Stage(tokenizer, MOVED, 6, seed=0)
+def chat(tokenizer: Any) -> Chat:
+    """Chats by case and number, each written once."""
+    return functools.cache(Stage(tokenizer, MOVED, 6, seed=0).chat)
 
 
 @pytest.fixture(scope="module")
 def record(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command writes for one chat of every case."""
     folder = tmp_path_factory.mktemp("agents")
-    long_model().save_pretrained(folder)
+    tiny_model("llama", max_position_embeddings=8192).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     options = ["--model", str(folder), "--rounds", "1", "--moved-tokens", str(MOVED), "--thought-words", "6"]
-    options += ["--answer-tokens", "3", "--chunk-size", "16", "--out", str(folder)]
+    options += ["--answer-tokens", "3", "--baseline-rounds", "0", "--chunk-size", "16", "--out", str(folder)]
     with one_torch_thread():
         outcome = CliRunner().invoke(main, ["bench", "agents", *options])
     assert outcome.exit_code == 0, outcome.stderr
@@ -53,8 +59,8 @@ def text(tokenizer: Any, turn: AgentTurn) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_moved_text_stood_elsewhere_in_the_turn_before(stage: Stage, tokenizer: Any, case: str) -> None:
-    turns = stage.chat(case, 0)
+def test_moved_text_stood_elsewhere_in_the_turn_before(chat: Chat, tokenizer: Any, case: str) -> None:
+    turns = chat(case, 0)
     assert len(turns) == TURNS
     assert not any(len(turn.moved) for turn in turns[:CHANGE])
     change, before = turns[CHANGE], text(tokenizer, turns[CHANGE - 1])
@@ -67,24 +73,24 @@ def test_moved_text_stood_elsewhere_in_the_turn_before(stage: Stage, tokenizer: 
         assert not any(len(turn.moved) for turn in turns[CHANGE + 1 :])
 
 
-def test_thinking_is_kept_until_the_user_asks_on(stage: Stage, tokenizer: Any) -> None:
-    turns = stage.chat("thinking", 0)
+def test_thinking_is_kept_until_the_user_asks_on(chat: Chat, tokenizer: Any) -> None:
+    turns = chat("thinking", 0)
     thoughts = [text(tokenizer, turn).count("<think>") for turn in turns]
     assert thoughts == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]
-    assert turns[-1].moved.min() > len(turns[CHANGE].token_ids)  # of what was settled nothing moves again
+    assert turns[-1].moved.min() >= len(turns[CHANGE].token_ids)  # of what was settled nothing moves again
 
 
-def test_a_tool_joins_or_leaves_at_the_front(stage: Stage, tokenizer: Any) -> None:
+def test_a_tool_joins_or_leaves_at_the_front(chat: Chat, tokenizer: Any) -> None:
     for number, has_it in ((0, (False, True)), (1, (True, False))):
-        turns = stage.chat("tools", number)
+        turns = chat("tools", number)
         found = tuple("search_letters" in text(tokenizer, turns[at]) for at in (CHANGE - 1, CHANGE))
         assert found == has_it
-        assert turns[CHANGE].moved.min() < 200
-    assert stage.chat("tools", 0)[0].token_ids.tolist() != stage.chat("tools", 2)[0].token_ids.tolist()
+        assert turns[CHANGE].moved.min() < 500
+    assert not np.array_equal(chat("tools", 0)[0].token_ids[-99:], chat("tools", 1)[0].token_ids[-99:])
 
 
-def test_a_summary_replaces_the_first_half(stage: Stage, tokenizer: Any) -> None:
-    turns = stage.chat("summary", 0)
+def test_a_summary_replaces_the_first_half(chat: Chat, tokenizer: Any) -> None:
+    turns = chat("summary", 0)
     before, after = (text(tokenizer, turns[at]) for at in (CHANGE - 1, CHANGE))
     assert "Summary" in after
     assert "Summary" not in before
@@ -93,8 +99,8 @@ def test_a_summary_replaces_the_first_half(stage: Stage, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_asked_for_stands_in_moved_text(stage: Stage, tokenizer: Any, case: str) -> None:
-    change = stage.chat(case, 0)[CHANGE]
+def test_what_is_asked_for_stands_in_moved_text(chat: Chat, tokenizer: Any, case: str) -> None:
+    change = chat(case, 0)[CHANGE]
     assert change.asked == change.questions[0].fact
     assert np.array_equal(change.token_ids, change.questions[0].token_ids)
     moved = str(tokenizer.decode(change.token_ids[change.moved]))
@@ -107,12 +113,10 @@ def test_what_is_asked_for_stands_in_moved_text(stage: Stage, tokenizer: Any, ca
 # --- what is measured ----------------------------------------------------------------------------
 
 
-def test_full_prefill_reads_what_changed_only_and_answers_alike(
-    make_engine: MakeEngine, stage: Stage
-) -> None:
-    engine = make_engine(model=long_model())
+def test_full_prefill_reads_what_changed_only_and_answers_alike(make_engine: MakeEngine, chat: Chat) -> None:
+    engine = make_engine(model=tiny_model("llama", max_position_embeddings=8192))
     full = FullPrefill(engine.model)
-    turns = stage.chat("tools", 0)
+    turns = chat("tools", 0)
     for ids in (turns[0].token_ids, turns[1].token_ids, turns[0].token_ids[5:], turns[0].token_ids[5:]):
         reading = full.read(ids, 3)
         plain = engine.generate(ids.tolist(), 3, mode="baseline", min_new_tokens=3)
@@ -120,9 +124,9 @@ def test_full_prefill_reads_what_changed_only_and_answers_alike(
         assert reading.logits.shape == (3, engine.model.config.vocab_size)
 
 
-def test_reuse_of_an_exact_prefix_does_not_diverge(make_engine: MakeEngine, stage: Stage) -> None:
-    engine = make_engine(model=long_model())
-    ids = stage.chat("tools", 0)[0].token_ids
+def test_reuse_of_an_exact_prefix_does_not_diverge(make_engine: MakeEngine, chat: Chat) -> None:
+    engine = make_engine(model=tiny_model("llama", max_position_embeddings=8192))
+    ids = chat("tools", 0)[0].token_ids
     full = FullPrefill(engine.model).read(ids, 3)
     engine.warm(ids.tolist())
     chunks = engine.cache_stats()["chunks"]
@@ -145,7 +149,8 @@ def test_moved_text_is_reused_and_repaired_once(record: dict[str, Any], case: st
         assert row["origins"]["recomputed"] < change["origins"]["recomputed"] // 4
         assert row["origins"]["approximate"] > change["origins"]["approximate"]
     assert found["repaired_twice"] == 0
-    assert all(row["ttft_ms"][name] for row in found["turns"] for name in ("baseline", "exact_only", "reuse"))
+    assert all(row["ttft_ms"][name] for row in found["turns"] for name in ("exact_only", "reuse"))
+    assert [row["turn"] - 1 for row in found["turns"] if row["ttft_ms"]["baseline"]] == [CHANGE]
 
 
 def test_facts_are_counted(record: dict[str, Any]) -> None:
