@@ -50,6 +50,7 @@ bench: $(VENV)/.full
 	$(VENV)/bin/kvboost bench disk --out benchmarks/results
 	$(VENV)/bin/kvboost bench batch --out benchmarks/results
 	$(VENV)/bin/kvboost bench chat --out benchmarks/results
+	$(VENV)/bin/kvboost bench agents --out benchmarks/results
 	$(VENV)/bin/kvboost bench evaluation --questions 24 --rounds 3 --plain-rounds 1 --out benchmarks/results
 	$(VENV)/bin/kvboost bench peers --rounds 5 --plain-rounds 2 --documents 6 --document-tokens 400 --peers-dir $(PEERS) --out benchmarks/results
 	$(VENV)/bin/kvboost bench serve --requests 24 --peers-dir $(PEERS) --out benchmarks/results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from benchmarks.suite.commands.agents import agents
 from benchmarks.suite.commands.batch import batch
 from benchmarks.suite.commands.chat import chat
 from benchmarks.suite.commands.disk import disk
@@ -16,5 +17,5 @@ from benchmarks.suite.commands.store import eviction, lookup
 
 COMMANDS: dict[str, click.Command] = {
     str(command.name): command
-    for command in (batch, chat, disk, encoding, evaluation, eviction, lookup, peers, quality, quant)
+    for command in (agents, batch, chat, disk, encoding, evaluation, eviction, lookup, peers, quality, quant)
 }

@@ -124,6 +124,7 @@ def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
         "docs/quantization.md",
         "docs/architecture.md",
         "docs/log.md",
+        "docs/recipes/agents.md",
     ],
 )
 def test_links_exist(name: str) -> None:

@@ -121,6 +121,13 @@ def check_agents(scope: dict[str, Any], _printed: str) -> None:
     assert scope["step"].cached_tokens > scope["step"].prompt_tokens // 2
     assert len(scope["samples"]) == 3
     assert scope["prepared"].spans[0].origin.value == "exact"
+    working, moved, settled = (scope[name] for name in ("working", "moved", "settled"))
+    assert {span.origin.value for span in working.spans} == {"exact", "live"}
+    if scope["engine"].model.device.type == "cpu":  # on a GPU computing may be cheaper than repair
+        assert 0 < moved.recomputed_tokens < moved.cached_tokens // 2
+        assert moved.cached_tokens > moved.prompt_tokens * 0.8
+        assert settled.cached_tokens >= moved.prompt_tokens
+        assert settled.recomputed_tokens == 0
 
 
 def check_service(scope: dict[str, Any], _printed: str) -> None:
