@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvboost.proof.documents import Document, Fact, PromptWriter, Shelf
+from kvboost.proof.documents import Document, PromptWriter, Shelf
+from kvboost.proof.facts import Fact
 
 TURNS = 12
 CHANGE = 6  # the turn in which text moves, counted from 0

@@ -20,7 +20,7 @@ from benchmarks.suite.agent_trials import FullPrefill, reuse
 from kvboost.bench.record import at_least, at_most, head_of, spread
 from kvboost.choices import GenerationMode, Origin
 from kvboost.models import GenerationResult
-from kvboost.proof.documents import Fact
+from kvboost.proof.facts import Fact
 
 Report = Callable[[int, int, str], None]
 OpenEngine = Callable[..., Any]
