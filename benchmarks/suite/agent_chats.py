@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvboost.proof.documents import Document, PromptWriter, Shelf
-from kvboost.proof.facts import Fact
+from kvboost.proof.facts import Needle
 
 TURNS = 12
 CHANGE = 6  # the turn in which text moves, counted from 0
@@ -36,7 +36,7 @@ Part = tuple[str, str]  # a name that is the same wherever the part stands, and 
 class Question:
     """A fact of an earlier tool result, and the prompt `[tokens]` whose last message asks for it."""
 
-    fact: Fact
+    fact: Needle
     token_ids: np.ndarray
 
 
@@ -51,7 +51,7 @@ class AgentTurn:
 
     token_ids: np.ndarray
     moved: np.ndarray
-    asked: Fact | None = None
+    asked: Needle | None = None
     questions: tuple[Question, ...] = ()
 
 
@@ -70,7 +70,7 @@ class Script:
     """What was said so far. Tool results, each with a fact, and other words were drawn beforehand."""
 
     results: Sequence[Document]
-    facts: Sequence[Fact]  # what can be asked for, in random order
+    facts: Sequence[Needle]  # what can be asked for, in random order
     words: Iterator[str]
     thought_words: int
     messages: list[Message] = field(default_factory=list)
@@ -191,7 +191,7 @@ class Stage:
         return text if len(ids) <= tokens else str(self._tokenizer.decode(ids[:tokens])).rpartition(" ")[0]
 
     def _turns(
-        self, prompts: Sequence[list[Part]], asked: dict[int, Sequence[Fact]]
+        self, prompts: Sequence[list[Part]], asked: dict[int, Sequence[Needle]]
     ) -> tuple[AgentTurn, ...]:
         """Prompts of parts as turns; `asked` are facts by turn, the first of which its prompt asks for."""
         turns = []
@@ -245,7 +245,7 @@ def _go_on(script: Script, turn: int, pages: int = 1) -> None:
         script.look_up(number)
 
 
-def _asked_from_change(script: Script) -> dict[int, Sequence[Fact]]:
+def _asked_from_change(script: Script) -> dict[int, Sequence[Needle]]:
     """The facts by turn, the one that is asked for first."""
     facts = list(script.facts)
     return {
@@ -290,6 +290,6 @@ def _rendered(messages: Sequence[Message], since: int = 0) -> list[Part]:
     return [*parts, (f"behind {before}", "<|im_start|>assistant\n")]
 
 
-def _asking(parts: Sequence[Part], fact: Fact) -> list[Part]:
+def _asking(parts: Sequence[Part], fact: Needle) -> list[Part]:
     """A prompt of parts with a question for `fact` as its last message."""
     return [*parts[:-2], (parts[-2][0], f"{fact.question}<|im_end|>\n"), parts[-1]]

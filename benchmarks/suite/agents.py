@@ -20,7 +20,7 @@ from benchmarks.suite.agent_trials import FullPrefill, reuse
 from kvboost.bench.record import at_least, at_most, head_of, spread
 from kvboost.choices import GenerationMode, Origin
 from kvboost.models import GenerationResult
-from kvboost.proof.facts import Fact
+from kvboost.proof.facts import Needle
 
 Report = Callable[[int, int, str], None]
 OpenEngine = Callable[..., Any]
@@ -141,7 +141,7 @@ class _Bench:
     def _ask(self, served: Served) -> None:
         """Compare answers over our store with full prefill's: at the change to all questions."""
         turn = served.turn
-        prompts: list[tuple[np.ndarray, Fact | None]] = [
+        prompts: list[tuple[np.ndarray, Needle | None]] = [
             (each.token_ids, each.fact) for each in turn.questions
         ]
         for token_ids, fact in prompts or [(turn.token_ids, turn.asked)]:
