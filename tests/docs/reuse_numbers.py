@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-QUALITY = "quality-cpu"
-GROUPS = ("alone-4", "alone-8", "behind-4", "behind-8", "together-4", "together-8")
-GROUP_NAMES = " | ".join(name.replace("-", ", ") for name in GROUPS)
+GROUPS = ("alone-4", "alone-8", "behind-4", "behind-8")
 SHOWN = (
     ("nothing", None),
     ("random", 0.10),
@@ -45,10 +43,10 @@ def record(name: str) -> dict[str, Any]:
 
 def quality_table() -> str:
     lines = [
-        f"| computed again | share | mean KL | {GROUP_NAMES} | same top token |",
-        "| --- |" + " --- |" * (len(GROUPS) + 3),
+        "| computed again | share | mean KL | alone, 4 | alone, 8 | behind, 4 | behind, 8 | same top token |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    rows = [row for row in record(QUALITY)["results"] if row["bits"] == 16]
+    rows = [row for row in record("quality-cuda")["results"] if row["bits"] == 16]
     results = {(row["method"], row["ratio"]): row["groups"] for row in rows}
     for key in SHOWN:
         groups = results[key]
@@ -61,28 +59,13 @@ def quality_table() -> str:
     return "\n".join(lines)
 
 
-def facts_table() -> str:
-    facts = record(QUALITY)["facts"]
-    lines = ["| computed again | read alone | `warm_documents` |", "| --- | --- | --- |"]
-    for row in facts["results"]:
-        ratio = "" if row["ratio"] is None else f" {row['ratio']:.0%}"
-        kept = " | ".join(f"{row['kept_share'][way]:.0%}" for way in ("alone", "together"))
-        lines.append(f"| {WORDS[row['method']]}{ratio} | {kept} |")
-    return "\n".join(lines)
-
-
 def facts_line() -> str:
-    facts = record(QUALITY)["facts"]
-    return f"{facts['answered']} questions that full prefill answers rightly (of {facts['asked']} asked)"
-
-
-def loss_line() -> str:
-    """What is lost at the default ratio."""
-    rows = record(QUALITY)["facts"]["results"]
-    kept = next(row["kept_share"] for row in rows if (row["method"], row["ratio"]) == ("guided", 0.15))
+    facts = record("quality-cuda")["facts"]
+    found = {name: round(share * facts["prompts"]) for name, share in facts["found"].items()}
     return (
-        f"of the facts that full prefill finds, {1 - kept['alone']:.0%} are lost at the default ratio if "
-        f"each document was read alone, {1 - kept['together']:.0%} if `warm_documents` read them"
+        f"of {facts['prompts']} questions for a number that stands in one document, full prefill answered "
+        f"{found['baseline']} rightly, `guided` at {facts['ratio']:.0%} {found['guided']}, "
+        f"`deviation` {found['deviation']}"
     )
 
 
@@ -91,7 +74,7 @@ def budgets_table() -> str:
         "| `max_kl` | ratio chosen | KL in calibration | KL on other prompts |",
         "| --- | --- | --- | --- |",
     ]
-    for row in record(QUALITY)["budgets"]:
+    for row in record("quality-cuda")["budgets"]:
         if row["ratio"] is None:
             lines.append(f"| {row['max_kl']:g} | none: exact reuse only | - | - |")
         else:
@@ -103,27 +86,13 @@ def budgets_table() -> str:
 
 
 def rag_table() -> str:
-    lines = [
-        "| | first token | sooner | found | computed again | facts kept, read alone "
-        "| facts kept, `warm_documents` |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = ["| | first token | sooner | found | computed again |", "| --- | --- | --- | --- | --- |"]
     for name, row in record("rag-cpu")["contestants"].items():
         lines.append(
             f"| {name} | {row['ttft_ms']['median']:,.0f} ms | {row['speedup']:.1f} x "
-            f"| {row['cached_share']:.0%} | {row['recomputed_share']:.0%} | {_kept(name)} |"
+            f"| {row['cached_share']:.0%} | {row['recomputed_share']:.0%} |"
         )
     return "\n".join(lines)
-
-
-def _kept(contestant: str) -> str:
-    """The facts that a contestant of `bench rag` keeps; those without approximate reuse keep all."""
-    if contestant in ("baseline", "prefix cache"):
-        return "100% | 100%"
-    for row in record(QUALITY)["facts"]["results"]:
-        if row["ratio"] is not None and contestant == f"{row['method']} {row['ratio']:.0%}":
-            return " | ".join(f"{row['kept_share'][way]:.0%}" for way in ("alone", "together"))
-    return "- | -"
 
 
 def wrong_guess() -> str:
@@ -166,9 +135,7 @@ def machine(name: str) -> str:
 
 PARTS = (
     quality_table,
-    facts_table,
     facts_line,
-    loss_line,
     budgets_table,
     rag_table,
     wrong_guess,
@@ -179,5 +146,5 @@ PARTS = (
 if __name__ == "__main__":
     for part in PARTS:
         print(f"--- {part.__name__}\n{part()}")  # noqa: T201
-    for name in (QUALITY, "rag-cpu", "encoding-cpu"):
+    for name in ("quality-cuda", "rag-cpu", "encoding-cpu"):
         print(machine(name))  # noqa: T201
