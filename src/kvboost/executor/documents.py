@@ -156,9 +156,8 @@ class DocumentWarmer:
         self, ids: np.ndarray, plan: DocumentPlan, namespace: Namespace, *, used: bool = False
     ) -> tuple[int, int]:
         """Chunks and tokens of a document that are held in one piece, behind the text asked for or any."""
-        held = self._parts.manager.find_text(
-            ids, namespace, plan.behind, min_before=MIN_BEFORE_TOKENS, used=used
-        )
+        least = 0 if len(plan.behind) else MIN_BEFORE_TOKENS  # what the caller names is enough, however short
+        held = self._parts.manager.find_text(ids, namespace, plan.behind, min_before=least, used=used)
         return len(held), sum(piece.end - piece.start for piece in held)
 
     # --- results -----------------------------------------------------------------------------
@@ -178,7 +177,12 @@ class DocumentWarmer:
             replace(self._result(len(ids), *kept[n], plan.gated), evicted_chunks=plan.evicted.get(n, 0))
             for n, ids in enumerate(plan.documents)
         ]
-        return [found[number] for number in plan.number_of]
+        return [
+            found[number]
+            if number not in plan.number_of[:place]
+            else replace(found[number], evicted_chunks=0)
+            for place, number in enumerate(plan.number_of)
+        ]
 
     def _kept_in(self, window: Window, place: Place, namespace: Namespace) -> tuple[int, int]:
         """Chunks and tokens of a document that are kept in its window."""

@@ -7,6 +7,7 @@ cache is left alone. Knows the engine as far as `Answers` says; what it amounts 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,11 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvboost.errors import InvalidRequestError
-from kvboost.models import GenerationResult, ScoreResult
+from kvboost.models import GenerationResult, ScoreResult, content_hash_from_tokens
 from kvboost.proof.answer_log import AnswerLog, LoggedAnswer, opened_log
 from kvboost.proof.evaluation_report import EvaluationReport, report_of
 from kvboost.proof.evaluation_rows import Contestant
-from kvboost.proof.evaluation_settings import RATIOS, EvaluationSettings
+from kvboost.proof.evaluation_settings import RATIOS, READ, EvaluationSettings
 from kvboost.proof.fresh_engine import Verifiable, fresh_engine
 from kvboost.proof.questions import Question, Source, read_questions
 from kvboost.requests.prompts import Prompt
@@ -54,6 +55,8 @@ def evaluate(
     started = time.perf_counter()
     questions = read_questions(source)
     contestants, notes = _that_can(engine, settings)
+    if notes:  # documents are read together for the sake of moved text
+        settings = dataclasses.replace(settings, read=READ[0])
     with (
         fresh_engine(engine, recompute_ratio=RATIOS[0], max_kl=None, min_facts=None) as fresh,
         opened_log(None if results is None else Path(results)) as log,
@@ -100,8 +103,10 @@ class _Asker:
         self._report = report
         self._is_chat = getattr(engine.tokenizer, "chat_template", None) is not None
         self._is_warm = False
+        self._tokens: dict[str, str] = {}  # digests of the prompts, by the questions' ids
         options = {**engine.settings.engine_options, "recompute_ratio": None}  # contestants have their own
-        parts = [version("kvboost"), engine.namespace().family, options, settings.max_new_tokens]
+        parts = [*map(version, ("kvboost", "torch", "transformers")), engine.namespace().family, options]
+        parts += [settings.max_new_tokens, engine.model.generation_config.to_dict()]
         self._common = json.dumps([*parts, settings.read], sort_keys=True, default=str)
 
     def ask_all(self, questions: Sequence[Question]) -> dict[tuple[str, Contestant], LoggedAnswer]:
@@ -130,7 +135,8 @@ class _Asker:
 
     def _key(self, question: Question, contestant: Contestant) -> str:
         """A digest of all that an answer depends on."""
-        parts = json.dumps([self._common, question.asked, contestant.mode, contestant.ratio])
+        asked = [question.asked, self._tokens[question.id]]
+        parts = json.dumps([self._common, asked, contestant.mode, contestant.ratio])
         return hashlib.sha256(parts.encode()).hexdigest()
 
     # --- one question ------------------------------------------------------------------------
@@ -195,10 +201,11 @@ class _Asker:
     def _check_room(self, question: Question) -> None:
         """Refuse what the model cannot read, before anything is asked."""
         try:
-            tokens = len(self._engine.tokenize(self._prompt(question)))
+            tokens = self._engine.tokenize(self._prompt(question))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"question {question.id}: {error}") from error
-        needed, most = tokens + self._settings.max_new_tokens, self._engine.max_positions
+        self._tokens[question.id] = content_hash_from_tokens(tokens)
+        needed, most = len(tokens) + self._settings.max_new_tokens, self._engine.max_positions
         if most is not None and needed > most:
             raise InvalidRequestError(
                 f"question {question.id}: its prompt and max_new_tokens need {needed} positions, the model "
