@@ -177,12 +177,11 @@ class DocumentWarmer:
             replace(self._result(len(ids), *kept[n], plan.gated), evicted_chunks=plan.evicted.get(n, 0))
             for n, ids in enumerate(plan.documents)
         ]
-        return [
-            found[number]
-            if number not in plan.number_of[:place]
-            else replace(found[number], evicted_chunks=0)
-            for place, number in enumerate(plan.number_of)
-        ]
+        again = [
+            replace(each, evicted_chunks=0) for each in found
+        ]  # counted once, however often it was given
+        first = {number: place for place, number in reversed(list(enumerate(plan.number_of)))}
+        return [(found if first[n] == place else again)[n] for place, n in enumerate(plan.number_of)]
 
     def _kept_in(self, window: Window, place: Place, namespace: Namespace) -> tuple[int, int]:
         """Chunks and tokens of a document that are kept in its window."""

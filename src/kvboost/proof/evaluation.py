@@ -105,9 +105,10 @@ class _Asker:
         self._is_warm = False
         self._tokens: dict[str, str] = {}  # digests of the prompts, by the questions' ids
         options = {**engine.settings.engine_options, "recompute_ratio": None}  # contestants have their own
-        parts = [*map(version, ("kvboost", "torch", "transformers")), engine.namespace().family, options]
-        parts += [settings.max_new_tokens, engine.model.generation_config.to_dict()]
-        self._common = json.dumps([*parts, settings.read], sort_keys=True, default=str)
+        versions = [version(name) for name in ("kvboost", "torch", "transformers")]
+        asked = [settings.max_new_tokens, settings.read, engine.model.generation_config.to_dict()]
+        parts = [versions, engine.namespace().family, options, asked]
+        self._common = json.dumps(parts, sort_keys=True, default=str)
 
     def ask_all(self, questions: Sequence[Question]) -> dict[tuple[str, Contestant], LoggedAnswer]:
         """Every answer by the question's id and the contestant."""
