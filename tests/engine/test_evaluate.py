@@ -222,10 +222,11 @@ def test_the_sample_set_is_sound() -> None:
 
 @pytest.mark.real_model
 def test_a_part_of_the_sample_set_on_the_real_model(real_engine: KVBoost) -> None:
-    questions = [question for question in read_questions(SAMPLE) if question.id in ("garden-2", "bakery-3")]
-    report = real_engine.evaluate(questions, ratios=[0.15], max_new_tokens=12)
+    questions = [question for question in read_questions(SAMPLE) if question.id in ("ferry-1", "telescope-2")]
+    report = real_engine.evaluate(questions, ratios=[0.15], max_new_tokens=16)
     assert report.row("prefix_cache").lost == ()
     loose = report.row("chunk_kv_reuse", 0.15)
     assert loose.reused_share > 0.8
     assert 0.05 < loose.recomputed_share < 0.25
-    assert "Too few questions to tell" in report.recommendation or "None of the 2" in report.recommendation
+    assert report.row("baseline").right > 0
+    assert report.recommendation.startswith("Too few questions to tell")
