@@ -45,6 +45,7 @@ def test_another_process_answers_from_disk_as_baseline_does(real: KVBoost, tmp_p
     assert json.loads(outcome.stdout.splitlines()[-1]) == [600, expected]
 
 
+@pytest.mark.usefixtures("approximate_reuse")
 @pytest.mark.parametrize("bits", [16, 8])
 def test_moved_text_is_found_on_disk(real: KVBoost, tmp_path: Path, bits: int) -> None:
     documents = [corpus_ids(real.tokenizer, 600, seed=92 + number) for number in range(2)]

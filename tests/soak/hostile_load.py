@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import multiprocessing
 import random
 import time
@@ -147,10 +148,15 @@ def under_attack(
         process.kill()
 
 
-async def short_requests(address: Address, model: str, count: int, pause_s: float, seed: int) -> list[Reply]:
-    """Short prompts that nobody has sent before, one after the other."""
-    replies = []
+async def short_requests(
+    address: Address, model: str, count: int, pause_s: float, seed: int, until: float = math.inf
+) -> list[Reply]:
+    """Short prompts that nobody has sent before, one after the other: `count`, or fewer where `until` comes first."""
+    replies: list[Reply] = []
+    loop = asyncio.get_running_loop()
     for number in range(count):
+        if loop.time() >= until:
+            break
         body = _chat(model, f"Request {seed}.{number}: what is the capital of France?", max_tokens=1)
         fields = {**json.loads(body), "stream": True, "temperature": 0}
         replies.append(await ask(address, CHAT, fields, headers={"Authorization": f"Bearer {VICTIM}"}))
