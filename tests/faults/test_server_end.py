@@ -151,6 +151,7 @@ def test_sigterm_under_load_loses_no_finished_answer(start: Start, tmp_path: Pat
     assert set(asyncio.run(look())) == {PROMPT_TOKENS - 1}, "all that was read is on disk"
 
 
+@pytest.mark.integration
 @pytest.mark.timed
 @pytest.mark.parametrize("flags", [(), ("--no-batching",)])
 def test_kill_9_under_load_and_a_restart_from_disk(

@@ -46,6 +46,7 @@ def server(real_engine: KVBoost) -> Iterator[Running]:
         yield server
 
 
+@pytest.mark.integration
 @pytest.mark.real_model
 def test_python_clients(server: Running) -> None:
     scope: dict[str, Any] = {}
@@ -64,6 +65,7 @@ def test_python_clients(server: Running) -> None:
     assert re.search(r" \d{3,} ?", printed[3]), "LangChain says how much came from the cache"
 
 
+@pytest.mark.integration
 @pytest.mark.real_model
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(server: Running) -> None:

@@ -16,7 +16,7 @@ from kvboost import KVBoost
 from kvboost.server.settings import ApiKey
 from tests.server.running import Running, running
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.integration]
 
 RULES = "House rules. Lunch is served at noon. The garden closes at dusk. Dogs are welcome. " * 4
 SYSTEM: Any = {"role": "system", "content": RULES}

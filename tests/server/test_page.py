@@ -23,7 +23,7 @@ from kvboost.server.settings import ApiKey
 from tests.fixture_types import MakeEngine
 from tests.server.running import Running, running
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.integration]
 playwright_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 expect = playwright_api.expect
 

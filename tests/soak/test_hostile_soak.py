@@ -1,6 +1,6 @@
 """64 hostile clients, and one who asks short questions meanwhile: it hardly notices.
 
-`make test` has half a minute of it, `make soak` ten (KVBOOST_SOAK_MINUTES sets another time; the result is
+`make test-integrations` has half a minute of it, `make soak` ten (KVBOOST_SOAK_MINUTES sets another time; the result is
 kept where it was at least ten).
 """
 
@@ -155,6 +155,7 @@ def check_times(found: dict[str, Any], summary: dict[str, Any]) -> None:
     assert max(found["looks"].values()) <= LOOK_S, summary
 
 
+@pytest.mark.integration
 @pytest.mark.real_model
 @pytest.mark.timed
 def test_a_short_request_among_hostile_clients(server: ServerProcess) -> None:
