@@ -240,15 +240,28 @@ def _share(scores: FactScores, way: str, name: str) -> float | None:
 
 
 def fact_targets(facts: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What guided was to keep at the default ratio, where enough was asked."""
+    """What guided was to keep at the default ratio, and its error by the way of reading the same documents.
+
+    Only where enough was asked.
+    """
     if facts is None or facts["answered"] < ENOUGH_FACTS:
         return []
     guided = [row for row in facts["results"] if (row["method"], row["ratio"]) == ("guided", FACT_RATIO)]
-    return [
+    found = [
         at_least(f"facts kept, guided {FACT_RATIO:.0%}, read {way}", row["kept_share"][way], limit)
         for row in guided
         for way, limit in MIN_FACTS.items()
     ]
+    for row in guided:
+        ratio = _rounded(_ratio(row["kl_mean"][TOGETHER], row["kl_mean"][ALONE]))
+        found.append(
+            at_most(
+                f"KL, guided {FACT_RATIO:.0%}, the same prompts read together / alone",
+                ratio,
+                MAX_TOGETHER_OVER_ALONE,
+            )
+        )
+    return found
 
 
 # --- what it comes to ----------------------------------------------------------------------------
@@ -370,15 +383,6 @@ def targets(results: Sequence[dict[str, Any]], settings: QualitySettings) -> lis
                 if name != OVERALL
             )
             found.append(_target(better, worse, f"worst group ({group})", ratio, 1.0, below=True))
-    by_way = errors.get(Variant("guided", FACT_RATIO), {})
-    together, alone = (
-        [error for name, error in by_way.items() if name.partition("-")[0] == way]
-        for way in (TOGETHER, ALONE)
-    )
-    if together and alone:
-        ratio = _ratio(statistics.fmean(together), statistics.fmean(alone))
-        name = f"KL, guided {FACT_RATIO:.0%}, read together / alone"
-        found.append(at_most(name, ratio, MAX_TOGETHER_OVER_ALONE))
     return found
 
 

@@ -209,7 +209,9 @@ def test_facts_are_counted(record: dict[str, Any]) -> None:
 def test_a_share_of_facts_is_judged_where_enough_was_asked(
     share: float, answered: int, met: bool | None
 ) -> None:
-    rows = [{"method": "guided", "ratio": 0.15, "kept_share": {"alone": 0.75, "together": share}}]
+    kl = {"alone": 0.04, "together": 0.02}
+    shares = {"alone": 0.75, "together": share}
+    rows = [{"method": "guided", "ratio": 0.15, "kept_share": shares, "kl_mean": kl}]
     found = quality.fact_targets({"answered": answered, "results": rows})
     assert {target["name"]: target["met"] for target in found} == (
         {}
@@ -217,19 +219,20 @@ def test_a_share_of_facts_is_judged_where_enough_was_asked(
         else {
             "facts kept, guided 15%, read together": met,
             "facts kept, guided 15%, read alone": True,
+            "KL, guided 15%, the same prompts read together / alone": True,
         }
     )
     assert quality.fact_targets(None) == []
 
 
-def test_reading_together_is_compared_with_reading_alone() -> None:
-    fifteen = Variant("guided", 0.15)
-    outcomes = outcomes_with({fifteen: 0.04}, ("alone-4", "together-4"))
-    for outcome in outcomes[4:]:
-        outcome.found[fifteen] = Measured(0.02)
-    (found,) = quality.targets(quality.summaries(outcomes, [fifteen]), QualitySettings(ratios=(0.15,)))
-    assert found["name"] == "KL, guided 15%, read together / alone"
-    assert (found["value"], found["met"]) == (0.5, True)
+@pytest.mark.parametrize(("together", "met"), [(0.03, True), (0.031, False)])
+def test_reading_together_is_compared_with_reading_alone(together: float, met: bool) -> None:
+    shares = {"alone": 1.0, "together": 1.0}
+    row = {"method": "guided", "ratio": 0.15, "kept_share": shares}
+    row["kl_mean"] = {"alone": 0.04, "together": together}
+    found = quality.fact_targets({"answered": 100, "results": [row]})[-1]
+    assert found["name"] == "KL, guided 15%, the same prompts read together / alone"
+    assert (found["value"], found["met"]) == (pytest.approx(together / 0.04), met)
 
 
 def test_without_other_widths_no_further_engine_is_opened(

@@ -59,13 +59,31 @@ def quality_table() -> str:
     return "\n".join(lines)
 
 
+def facts_table() -> str:
+    facts = record("quality-cpu")["facts"]
+    lines = [
+        f"| of {facts['answered']} facts that full prefill finds | kept, read alone | kept, `warm_documents` "
+        "| mean KL, alone | mean KL, `warm_documents` |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in facts["results"]:
+        ratio = "" if row["ratio"] is None else f" {row['ratio']:.0%}"
+        kept, kl = row["kept"], row["kl_mean"]
+        lines.append(
+            f"| {WORDS[row['method']]}{ratio} | {kept['alone']} ({row['kept_share']['alone']:.0%}) "
+            f"| {kept['together']} ({row['kept_share']['together']:.0%}) | {kl['alone']:.4f} "
+            f"| {kl['together']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
 def facts_line() -> str:
-    facts = record("quality-cuda")["facts"]
-    found = {name: round(share * facts["prompts"]) for name, share in facts["found"].items()}
+    facts = record("quality-cpu")["facts"]
+    (row,) = [row for row in facts["results"] if (row["method"], row["ratio"]) == ("guided", 0.15)]
     return (
-        f"of {facts['prompts']} questions for a number that stands in one document, full prefill answered "
-        f"{found['baseline']} rightly, `guided` at {facts['ratio']:.0%} {found['guided']}, "
-        f"`deviation` {found['deviation']}"
+        f"of {facts['answered']} questions that full prefill answered, `guided` at 15% kept "
+        f"{row['kept']['alone']} over documents read alone and {row['kept']['together']} over documents "
+        "read by `warm_documents`"
     )
 
 
@@ -86,11 +104,22 @@ def budgets_table() -> str:
 
 
 def rag_table() -> str:
-    lines = ["| | first token | sooner | found | computed again |", "| --- | --- | --- | --- | --- |"]
+    kept = {
+        f"{row['method']} {row['ratio'] or 0:.0%}": row["kept_share"]
+        for row in record("quality-cpu")["facts"]["results"]
+    }
+    lines = [
+        "| | first token | sooner | found | computed again | facts kept, read alone "
+        "| facts kept, `warm_documents` |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for name, row in record("rag-cpu")["contestants"].items():
+        facts = ("all", "all") if name in ("baseline", "prefix cache") else ("-", "-")
+        if shares := kept.get(name):
+            facts = (f"{shares['alone']:.0%}", f"{shares['together']:.0%}")
         lines.append(
             f"| {name} | {row['ttft_ms']['median']:,.0f} ms | {row['speedup']:.1f} x "
-            f"| {row['cached_share']:.0%} | {row['recomputed_share']:.0%} |"
+            f"| {row['cached_share']:.0%} | {row['recomputed_share']:.0%} | {' | '.join(facts)} |"
         )
     return "\n".join(lines)
 
@@ -135,6 +164,7 @@ def machine(name: str) -> str:
 
 PARTS = (
     quality_table,
+    facts_table,
     facts_line,
     budgets_table,
     rag_table,
