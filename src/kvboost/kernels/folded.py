@@ -122,14 +122,21 @@ def _fold_mask(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tens
     return values.repeat(1, 1, group, 1)
 
 
-# --- two parts, on a GPU -------------------------------------------------------------------------
+# --- two parts -----------------------------------------------------------------------------------
 
 
 def _may_split(call: AttentionCall) -> bool:
-    """On a GPU, kernels without a mask are the fast ones; they need a mask that is a causal tail."""
-    if call.query.device.type != "cuda" or call.query.shape[0] != 1 or call.is_causal is False:
+    """Kernels without a mask are the fast ones; they need a mask that is a causal tail.
+
+    On a CPU, which folds short tails, this is for long ones: masks cost there more than what they hide.
+    """
+    query = call.query
+    if query.shape[0] != 1 or call.is_causal is False or not call.is_plain:
         return False
-    return call.is_plain
+    if query.device.type == "cpu":
+        is_kernels = query.dtype in (torch.float32, torch.bfloat16) and query.shape[3] == call.value.shape[3]
+        return is_kernels and query.shape[2] > _MAX_FOLDED_TOKENS
+    return query.device.type == "cuda"
 
 
 def _is_causal_tail(mask: torch.Tensor) -> bool:
@@ -155,4 +162,4 @@ def _in_two_parts(call: AttentionCall) -> torch.Tensor:
     folded_query = query.reshape(1, kv_heads, -1, head_dim)
     seen, sums = partial_attention(folded_query, key[:, :, :cached], value[:, :, :cached], None, scale)
     out = merged(own, own_sums, seen.reshape(own.shape), sums.reshape(own_sums.shape))
-    return out.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
+    return out.transpose(1, 2).to(query.dtype).contiguous()
