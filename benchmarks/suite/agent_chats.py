@@ -46,7 +46,7 @@ class AgentTurn:
 
     `moved` `[n]` are positions of text that stood at others in the turn before. `asked` is the fact that the
     last message asks for, if it asks for one. `questions`, this one first, are prompts that differ in their
-    last message only.
+    last message, and begin the answer.
     """
 
     token_ids: np.ndarray
@@ -291,5 +291,9 @@ def _rendered(messages: Sequence[Message], since: int = 0) -> list[Part]:
 
 
 def _asking(parts: Sequence[Part], fact: Needle) -> list[Part]:
-    """A prompt of parts with a question for `fact` as its last message."""
-    return [*parts[:-2], (parts[-2][0], f"{fact.question}<|im_end|>\n"), parts[-1]]
+    """A prompt of parts with a question for `fact` as its last message, and the first words of the answer.
+
+    Behind thousands of tokens a small model often says something else; asked so, it looks for the value.
+    """
+    question = (parts[-2][0], f"{fact.question}<|im_end|>\n")
+    return [*parts[:-2], question, parts[-1], (f"answer for {fact.name}", fact.lead)]

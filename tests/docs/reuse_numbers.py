@@ -124,6 +124,25 @@ def rag_table() -> str:
     return "\n".join(lines)
 
 
+def choice_table() -> str:
+    """For docs/options.md: what a ratio gains and keeps."""
+    speedups = {name: row["speedup"] for name, row in record("rag-cpu")["contestants"].items()}
+    lines = [
+        "| `recompute_ratio` | first token, 8 documents, 4,000 tokens | facts kept, read alone "
+        "| facts kept, `warm_documents` |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in record("quality-cpu")["facts"]["results"]:
+        if row["method"] == "guided":
+            sooner = speedups.get(f"guided {row['ratio']:.0%}")
+            shares = row["kept_share"]
+            lines.append(
+                f"| {row['ratio']:.2f} | {'-' if sooner is None else f'{sooner:.1f} x sooner'} "
+                f"| {shares['alone']:.0%} | {shares['together']:.0%} |"
+            )
+    return "\n".join(lines)
+
+
 def wrong_guess() -> str:
     guess = record("rag-cpu")["wrong_guess"]
     return f"{guess['ratio_of_medians']:.3f} x BASELINE's ({guess['pairs']} interleaved pairs)"
@@ -176,5 +195,5 @@ PARTS = (
 if __name__ == "__main__":
     for part in PARTS:
         print(f"--- {part.__name__}\n{part()}")  # noqa: T201
-    for name in ("quality-cuda", "rag-cpu", "encoding-cpu"):
+    for name in ("quality-cuda", "quality-cpu", "rag-cpu", "encoding-cpu"):
         print(machine(name))  # noqa: T201

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import (
+    agents_numbers,
     batch_numbers,
     disk_numbers,
     peers_numbers,
@@ -53,9 +54,10 @@ def test_numbers_of_moved_text_are_those_of_the_result_files() -> None:
     document = " ".join((ROOT / "docs" / "how-reuse-works.md").read_text().split())
     for part in reuse_numbers.PARTS:
         assert " ".join(part().split()) in document, part.__name__
-    for name in ("quality-cuda", "rag-cpu", "encoding-cpu"):
+    for name in ("quality-cuda", "quality-cpu", "rag-cpu", "encoding-cpu"):
         assert reuse_numbers.machine(name) in document
     assert reuse_numbers.rag_table() in README
+    assert reuse_numbers.choice_table() in (ROOT / "docs" / "options.md").read_text()
 
 
 def test_numbers_of_quantization_are_those_of_the_result_files() -> None:
@@ -70,6 +72,11 @@ def test_numbers_of_quantization_are_those_of_the_result_files() -> None:
 def test_numbers_of_the_sample_questions_are_those_of_the_result_file() -> None:
     page = questions_numbers.PAGE.read_text()
     assert questions_numbers.with_numbers(page) == page, "run python -m tests.docs.questions_numbers"
+
+
+def test_numbers_of_agents_are_those_of_the_result_file() -> None:
+    page = agents_numbers.PAGE.read_text()
+    assert agents_numbers.with_numbers(page) == page, "run python -m tests.docs.agents_numbers"
 
 
 def test_numbers_of_the_disk_are_those_of_the_result_file() -> None:

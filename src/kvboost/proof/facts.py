@@ -64,6 +64,11 @@ class Needle(ABC):
 
     @property
     @abstractmethod
+    def lead(self) -> str:
+        """The sentence up to the value."""
+
+    @property
+    @abstractmethod
     def sentence(self) -> str:
         """What stands in the document."""
 
@@ -86,8 +91,12 @@ class Fact(Needle):
     number: int
 
     @property
+    def lead(self) -> str:
+        return f"The {self.kind} of the {self.name} is"
+
+    @property
     def sentence(self) -> str:
-        return f"The {self.kind} of the {self.name} is {self.number}."
+        return f"{self.lead} {self.number}."
 
     @property
     def question(self) -> str:
@@ -108,8 +117,12 @@ class PersonFact(Needle):
     person: str
 
     @property
+    def lead(self) -> str:
+        return f"The {self.role} of the {self.name} is"
+
+    @property
     def sentence(self) -> str:
-        return f"The {self.role} of the {self.name} is {self.person}."
+        return f"{self.lead} {self.person}."
 
     @property
     def question(self) -> str:
@@ -131,8 +144,12 @@ class DateFact(Needle):
     year: int
 
     @property
+    def lead(self) -> str:
+        return f"The {self.name} was {self.event} on"
+
+    @property
     def sentence(self) -> str:
-        return f"The {self.name} was {self.event} on {self.day} {self.month} {self.year}."
+        return f"{self.lead} {self.day} {self.month} {self.year}."
 
     @property
     def question(self) -> str:
