@@ -151,7 +151,7 @@ def under_attack(
 async def short_requests(
     address: Address, model: str, count: int, pause_s: float, seed: int, until: float = math.inf
 ) -> list[Reply]:
-    """Short prompts that nobody has sent before, one after the other: `count`, or fewer where `until` comes first."""
+    """Short prompts that nobody has sent before, one after the other; after `until` no more are asked."""
     replies: list[Reply] = []
     loop = asyncio.get_running_loop()
     for number in range(count):

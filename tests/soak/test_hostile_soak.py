@@ -1,7 +1,7 @@
 """64 hostile clients, and one who asks short questions meanwhile: it hardly notices.
 
-`make test-integrations` has half a minute of it, `make soak` ten (KVBOOST_SOAK_MINUTES sets another time; the result is
-kept where it was at least ten).
+`make test-integrations` has half a minute of it, `make soak` ten (KVBOOST_SOAK_MINUTES sets another time; the
+result is kept where it was at least ten).
 """
 
 from __future__ import annotations
