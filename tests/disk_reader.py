@@ -15,7 +15,8 @@ import xxhash
 FIXED = struct.Struct("<8sIIIIQ16s")
 MAGIC = b"KVBSLOT\0"
 ALIGNMENT = 4_096
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ITEM_BYTES = dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1)
+ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8}
 # per width: (bits, what shares a step, group, channels that are rotated together) of keys and of values
 SCHEMES = {
     8: ((8, "channel", 64, 1), (8, "token", 64, 1)),
@@ -33,9 +34,25 @@ class ReadRecord:
     """One record, all of its checksums right."""
 
     slot: int
+    version: int
     meta: dict[str, Any]
     token_ids: list[int]
     payload: bytes
+
+    @property
+    def kind(self) -> str:
+        return "kv" if self.version == 1 else str(self.meta["kind"])
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+        """Type, shape and bytes of every tensor by its name, as version 2 lists them."""
+        found, at = {}, 0
+        for name, dtype, shape in self.meta["tensors"]:
+            size = int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[dtype]
+            found[name] = (dtype, tuple(shape), self.payload[at : at + size])
+            at += size
+        expect(at == len(self.payload), "the tensors do not fill the payload")
+        expect(len(found) == len(self.meta["tensors"]), "a name stands twice")
+        return found
 
     def slabs(self) -> list[bytes]:
         """The payload cut into one piece per slab."""
@@ -149,7 +166,7 @@ def read_slot(folder: Path, slot: int, slot_bytes: int, header: bytes | None = N
         file.seek(slot * slot_bytes)
         raw = file.read(slot_bytes)
     magic, version, size, json_bytes, token_bytes, payload_bytes, checksum = FIXED.unpack_from(raw)
-    expect(magic == MAGIC and version == 1, "no record of version 1")
+    expect(magic == MAGIC and version in (1, 2), "no record of version 1 or 2")
     expect(size == FIXED.size + json_bytes + token_bytes + 16, "the sizes in the header disagree")
     expect(xxhash.xxh3_128_digest(raw[: size - 16]) == raw[size - 16 : size], "the header is damaged")
     expect(header is None or raw[:size] == header, "the slot holds another record than the index says")
@@ -161,8 +178,12 @@ def read_slot(folder: Path, slot: int, slot_bytes: int, header: bytes | None = N
     digest = xxhash.xxh3_128_digest(meta["key"].encode() + described + payload)
     expect(digest == checksum, "the payload is damaged")
     ids = np.frombuffer(raw[FIXED.size + json_bytes : size - 16], "<u4").tolist()
-    record = ReadRecord(slot, meta, ids, payload)
-    record.slabs()
+    record = ReadRecord(slot, version, meta, ids, payload)
+    slabs = record.slabs() if record.kind == "kv" else []
+    if version == 2:
+        expect(record.kind in ("kv", "state", "opaque"), "an unknown kind")
+        pieces = [piece for _, _, piece in record.tensors().values()]
+        expect(record.kind != "kv" or pieces == slabs, "the tensors are not the slabs")
     return record
 
 
@@ -220,14 +241,16 @@ def hadamard(size: int) -> np.ndarray:
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, ReadRecord]]:
     """The settings and all records of a folder, by key, what was used longest ago first."""
     settings = json.loads((folder / "tier.json").read_text())
-    expect(settings["format"] == "kvboost-disk" and settings["version"] == 1, "another format or version")
+    expect(
+        settings["format"] == "kvboost-disk" and settings["version"] in (1, 2), "another format or version"
+    )
     connection = sqlite3.connect(f"file:{folder / 'index.sqlite'}?mode=ro", uri=True)
     try:
         numbers = dict(connection.execute("SELECT name, value FROM meta"))
         rows = connection.execute("SELECT key, slot, header FROM entries ORDER BY used, rowid").fetchall()
     finally:
         connection.close()
-    expect(numbers["version"] == 1, "an index of another version")
+    expect(numbers["version"] == settings["version"], "an index of another version")
     records = {}
     for key, slot, header in rows:
         expect(0 <= slot < numbers["num_slots"], "a slot outside of the file")

@@ -171,7 +171,7 @@ def test_baseline_leaves_the_cache_alone(tiny_folder: str, tmp_path: Path) -> No
 
 def test_a_damaged_chunk_is_said_and_left_out(tiny_folder: str, cache: Path) -> None:
     header = json.loads((cache / "cache.json").read_text())
-    header["chunks"][1]["checksum"] = "0"
+    header["chunks"][1]["size"] += 1
     (cache / "cache.json").write_text(json.dumps(header))
     outcome = kvboost(
         *("generate", tiny_folder, TEXT, "--cache", cache, "--max-new-tokens", "2", "--chunk-size", "16")
@@ -204,7 +204,7 @@ def test_stats_as_a_table(cache: Path) -> None:
 
 
 def test_a_missing_shard_is_named(cache: Path) -> None:
-    (shard,) = cache.glob("*.safetensors")
+    (shard,) = cache.glob("*.records")
     shard.unlink()
     assert stats_of(cache)["missing_files"] == [shard.name]
     assert "missing" in kvboost("stats", "--cache", cache).stdout

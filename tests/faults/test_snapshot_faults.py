@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -86,8 +87,14 @@ def load_with(name: str, content: bytes) -> tuple[KVCacheManager, snapshot.LoadR
 
 
 def shard_of(folder: Path) -> Path:
-    (shard,) = folder.glob("chunks-*.safetensors")
+    (shard,) = folder.glob("chunks-*")
     return shard
+
+
+@pytest.fixture
+def old_cache(tmp_path: Path) -> Path:
+    """What `save` wrote here when its format had version 3."""
+    return shutil.copytree(Path(__file__).parents[1] / "data" / "snapshot-v3", tmp_path / "old")
 
 
 def change_header(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -116,18 +123,6 @@ def test_a_flipped_byte_in_the_tensors_never_gives_wrong_kv(place: int, flip: in
     check(manager)
 
 
-def test_token_ids_that_turned_negative_are_left_out(tmp_path: Path) -> None:
-    """The highest bit of an id, as a broken memory cell would flip it."""
-    save(tmp_path)
-    tensors = safetensors.torch.load_file(shard_of(tmp_path))
-    damaged = next(name for name in tensors if name.endswith(".ids"))
-    tensors[damaged][0] -= 2**31
-    safetensors.torch.save_file(tensors, shard_of(tmp_path))
-    manager, report = load(tmp_path)
-    assert report.corrupt == 1
-    check(manager)
-
-
 @given(place=st.integers(0, 10**6), byte=st.sampled_from(b'0a"{}[],:x-'))
 @settings(deadline=None, max_examples=100)
 def test_a_changed_byte_in_the_header_is_refused_or_costs_chunks(place: int, byte: int) -> None:
@@ -140,14 +135,14 @@ def test_a_changed_byte_in_the_header_is_refused_or_costs_chunks(place: int, byt
     check(manager)
 
 
-@pytest.mark.parametrize("part", [0, 1, 8, 100, -1])
-def test_a_shard_that_was_cut_off_is_left_out(tmp_path: Path, part: int) -> None:
+@pytest.mark.parametrize(("part", "loaded"), [(0, 0), (1, 0), (8, 0), (100, 0), (-1, CHUNKS - 1)])
+def test_what_was_cut_off_a_shard_is_left_out(tmp_path: Path, part: int, loaded: int) -> None:
     save(tmp_path)
     shard = shard_of(tmp_path)
     shard.write_bytes(shard.read_bytes()[:part])
     manager, report = load(tmp_path)
-    assert (report.loaded, report.corrupt) == (0, CHUNKS)
-    assert check(manager) == 0
+    assert (report.loaded, report.corrupt) == (loaded, CHUNKS - loaded)
+    assert (check(manager) == 0) == (loaded == 0)
 
 
 def test_a_missing_shard_is_left_out(tmp_path: Path) -> None:
@@ -168,7 +163,11 @@ def test_a_missing_shard_is_left_out(tmp_path: Path) -> None:
         {"key": "x"},
         {"shard": 5},
         {"shard": None, "key": "x"},
-        {"shard": "nowhere.safetensors", "key": ["x"]},
+        {"shard": "nowhere.records", "key": ["x"]},
+        {"shard": "chunks-a-0.records", "key": "x", "offset": 0, "size": 10},
+        {"shard": "chunks-a-0.records", "key": "x", "offset": -4096, "size": 10},
+        {"shard": "chunks-a-0.records", "key": "x", "offset": 2**70, "size": 2**70},
+        {"shard": "chunks-a-0.records", "key": "x", "offset": True, "size": True},
     ],
     ids=repr,
 )
@@ -186,17 +185,16 @@ def test_rows_that_make_no_sense_are_refused_or_left_out(tmp_path: Path, wrong: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("position_start", 3),
-        ("position_start", -1),
-        ("position_start", "0"),
-        ("length", 5),
-        ("parent", "a" * 63),
-        ("parent", None),
-        ("namespace", "c" * 64),
-        ("namespace", 5),
-        ("checksum", ""),
         ("key", "d" * 64),
-        ("access_count", "many"),
+        ("key", None),
+        ("offset", 4_096),
+        ("offset", 1),
+        ("offset", -1),
+        ("offset", "0"),
+        ("size", 0),
+        ("size", 2**62),
+        ("size", 4_096),
+        ("shard", "chunks-0-0.records"),
     ],
 )
 def test_a_changed_field_of_a_chunk_is_noticed(tmp_path: Path, field: str, value: Any) -> None:
@@ -347,7 +345,7 @@ def test_fifos_hang_nothing(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", [f"{snapshot.HEADER}.{'a' * 12}", f"chunks-{'a' * 12}-00000.safetensors"])
+@pytest.mark.parametrize("name", [f"{snapshot.HEADER}.{'a' * 12}", f"chunks-{'a' * 12}-00000.records"])
 def test_saving_writes_over_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where somebody guessed the name of a file that is to be made."""
     save(tmp_path / "saved")
@@ -360,10 +358,102 @@ def test_saving_writes_over_nothing(name: str, tmp_path: Path, monkeypatch: pyte
     assert load(tmp_path / "saved")[1].loaded == CHUNKS
 
 
-@pytest.mark.parametrize("change", ["long", "float", "column", "scalar", "bool"])
-def test_token_ids_of_another_kind_are_damage(change: str, tmp_path: Path) -> None:
+def test_a_header_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
-    shard = shard_of(tmp_path)
+    (tmp_path / snapshot.HEADER).write_text("[" * 200_000)
+    with pytest.raises(CacheFileError, match="cannot be read"):
+        load(tmp_path)
+
+
+def test_saving_again_removes_its_own_files_only(tmp_path: Path) -> None:
+    save(tmp_path)
+    mine = [f"{snapshot.HEADER}.bak", "chunks-notes.records", "chunks-1-2.records.old"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    left_over = [
+        f"{snapshot.HEADER}.{'a' * 12}",
+        f"chunks-{'a' * 12}-00000.records",
+        f"chunks-{'a' * 12}-00000.safetensors",
+    ]
+    for name in left_over:
+        (tmp_path / name).touch()
+    save(tmp_path)
+    assert all((tmp_path / name).read_text() == "mine" for name in mine)
+    assert not any((tmp_path / name).exists() for name in left_over)
+    assert load(tmp_path)[1].loaded == CHUNKS
+
+
+def test_records_that_changed_places_are_damage(tmp_path: Path) -> None:
+    save(tmp_path)
+
+    def swap(header: dict[str, Any]) -> None:
+        one, other = header["chunks"][0], header["chunks"][1]
+        one["offset"], other["offset"] = other["offset"], one["offset"]
+
+    change_header(tmp_path, swap)
+    manager, report = load(tmp_path)
+    assert report.corrupt >= 2
+    check(manager)
+
+
+# --- the version before ----------------------------------------------------------------------------
+
+
+def test_a_cache_of_the_version_before_comes_back_whole(old_cache: Path) -> None:
+    manager, report = load(old_cache)
+    assert (report.loaded, report.corrupt, report.no_room) == (CHUNKS, 0, 0)
+    assert check(manager) == ALL_TOKENS
+    assert save(old_cache) == CHUNKS
+    assert [path.suffix for path in old_cache.glob("chunks-*")] == [".records"], "it is written anew"
+    assert load(old_cache)[1].loaded == CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("position_start", 3),
+        ("position_start", -1),
+        ("position_start", "0"),
+        ("length", 5),
+        ("parent", "a" * 63),
+        ("parent", None),
+        ("namespace", "c" * 64),
+        ("namespace", 5),
+        ("checksum", ""),
+        ("key", "d" * 64),
+        ("access_count", "many"),
+        ("shard", "../chunks-0-0.safetensors"),
+    ],
+)
+def test_a_changed_field_of_an_old_chunk_is_noticed(old_cache: Path, field: str, value: Any) -> None:
+    change_header(old_cache, lambda header: header["chunks"][0].update({field: value}))
+    manager, report = load(old_cache)
+    assert report.loaded < CHUNKS
+    check(manager)
+
+
+@pytest.mark.parametrize("place", range(0, 7_500, 250))
+def test_a_flipped_byte_in_an_old_shard_never_gives_wrong_kv(old_cache: Path, place: int) -> None:
+    content = bytearray(shard_of(old_cache).read_bytes())
+    content[place] ^= 0x41
+    shard_of(old_cache).write_bytes(content)
+    check(load(old_cache)[0])
+
+
+def test_token_ids_that_turned_negative_are_left_out(old_cache: Path) -> None:
+    """The highest bit of an id, as a broken memory cell would flip it."""
+    tensors = safetensors.torch.load_file(shard_of(old_cache))
+    damaged = next(name for name in tensors if name.endswith(".ids"))
+    tensors[damaged][0] -= 2**31
+    safetensors.torch.save_file(tensors, shard_of(old_cache))
+    manager, report = load(old_cache)
+    assert report.corrupt == 1
+    check(manager)
+
+
+@pytest.mark.parametrize("change", ["long", "float", "column", "scalar", "bool"])
+def test_token_ids_of_another_kind_are_damage(change: str, old_cache: Path) -> None:
+    shard = shard_of(old_cache)
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "long": lambda ids: ids.long(),
         "float": lambda ids: ids.float(),
@@ -376,27 +466,6 @@ def test_token_ids_of_another_kind_are_damage(change: str, tmp_path: Path) -> No
         for name, tensor in safetensors.torch.load_file(shard).items()
     }
     safetensors.torch.save_file(tensors, shard)
-    manager, report = load(tmp_path)
+    manager, report = load(old_cache)
     assert (report.loaded, report.corrupt) == (0, CHUNKS)
     assert check(manager) == 0
-
-
-def test_a_header_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    save(tmp_path)
-    (tmp_path / snapshot.HEADER).write_text("[" * 200_000)
-    with pytest.raises(CacheFileError, match="cannot be read"):
-        load(tmp_path)
-
-
-def test_saving_again_removes_its_own_files_only(tmp_path: Path) -> None:
-    save(tmp_path)
-    mine = [f"{snapshot.HEADER}.bak", "chunks-notes.safetensors", "chunks-1-2.safetensors.old"]
-    for name in mine:
-        (tmp_path / name).write_text("mine")
-    left_over = [f"{snapshot.HEADER}.{'a' * 12}", f"chunks-{'a' * 12}-00000.safetensors"]
-    for name in left_over:
-        (tmp_path / name).touch()
-    save(tmp_path)
-    assert all((tmp_path / name).read_text() == "mine" for name in mine)
-    assert not any((tmp_path / name).exists() for name in left_over)
-    assert load(tmp_path)[1].loaded == CHUNKS

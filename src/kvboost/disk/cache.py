@@ -157,7 +157,7 @@ class DiskCache:
 
     def _adopt(self) -> None:
         """Tell the store what is on disk."""
-        found = [header for header in self.tier.headers() if header.codec.keeps_form_of(self._codec)]
+        found = [header for header in self.tier.headers() if header.is_chunk_of(self._codec)]
         unknown = self._manager.on_disk.note_saved(header.key for header in found)
         new = [
             StoredChunk(header.meta["namespace"], header.meta["content"], header.chunk((), self._codec))

@@ -33,7 +33,8 @@ _OPENED = (DESCRIPTION, INDEX, *SQLITE_FILES, SLOTS, OPENING)
 _LEFT_OVER = re.compile(re.escape(DESCRIPTION) + r"\.[0-9a-f]{32}")  # of a process that died
 _OWNER_NAME = re.compile("[0-9a-f]{32}")
 _FORMAT = "kvboost-disk"
-_VERSION = 1
+VERSION = 2
+_VERSIONS = (1, 2)  # that are read; a folder keeps its own
 
 
 class FolderDescription:
@@ -44,25 +45,28 @@ class FolderDescription:
         self.slot_bytes = slot_bytes
         self.max_chunks = max_chunks
         self.label = label or str((read_description(folder) or {}).get("label", ""))
+        self.version = VERSION
 
     def check(self) -> None:
-        """Raise where the folder was made for something else."""
+        """Raise where the folder was made for something else; one of an earlier version stays so."""
         found = read_description(self._folder)
-        if found is not None and found["version"] != _VERSION:
+        if found is not None and found["version"] not in _VERSIONS:
             raise CacheFileError(
-                f"{self._folder} has format version {found['version']}, this kvboost reads version {_VERSION}"
+                f"{self._folder} has format version {found['version']}, this kvboost reads up to {VERSION}"
             )
         if found is not None and found["slot_bytes"] != self.slot_bytes:
             raise CacheFileError(
                 f"{self._folder} was made with slot_bytes={found['slot_bytes']}, this needs "
                 f"{self.slot_bytes}: use another folder, or clear this one"
             )
+        if found is not None:
+            self.version = int(found["version"])
 
     def write(self, owner: str) -> None:
         """Say it, where it is not said yet; `owner` names the temporary file."""
         fields = {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": self.version,
             "slot_bytes": self.slot_bytes,
             "max_chunks": self.max_chunks,
             "label": self.label,

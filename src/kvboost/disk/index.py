@@ -20,7 +20,6 @@ from kvboost.disk.folder import Owner
 from kvboost.disk.trust import open_private
 from kvboost.locks import fork_safe_rlock
 
-VERSION = 1
 _COLUMNS = "key, slot, CAST(header AS BLOB), rowid"
 _MOST = 1 << 62
 _BUSY_SECONDS = 10.0
@@ -332,7 +331,7 @@ class DiskIndex:
         """
         most = num_slots if entries_below is None else entries_below
         self._execute("DELETE FROM entries WHERE slot >= ? OR slot < 0", (most,))
-        self.set_meta(num_slots=num_slots, version=VERSION)
+        self.set_meta(num_slots=num_slots)
 
     def _tick(self) -> int:
         clock = self.meta().get("clock", 0) + 1

@@ -66,9 +66,7 @@ def _open_to_write(folder: Path, description: FolderDescription, *, grows: bool)
         description.check()
         slots = SlotFile(folder / SLOTS, description.slot_bytes)
         opened.callback(slots.close)
-        fit = partial(
-            _fit, slots=slots, max_chunks=description.max_chunks, grows=grows, has_company=owner.has_company
-        )
+        fit = partial(_fit, slots=slots, description=description, grows=grows, has_company=owner.has_company)
         index = _open_index(folder / INDEX, owner, fit)
         opened.callback(index.close)
         description.write(owner.name)
@@ -94,13 +92,17 @@ def _open_to_read(folder: Path, description: FolderDescription) -> OpenFolder:
         return index, slots, opened.pop_all()
 
 
-def _fit(index: DiskIndex, slots: SlotFile, max_chunks: int, *, grows: bool, has_company: bool) -> None:
+def _fit(
+    index: DiskIndex, slots: SlotFile, description: FolderDescription, *, grows: bool, has_company: bool
+) -> None:
     """Make slots and index agree on how many slots there are.
 
     More than `max_chunks` are given back, but not while another process uses the folder: it may be writing
     to them. One that `grows` gets no longer here: what its file lost may be another model's by now.
     """
+    max_chunks = description.max_chunks
     with index.transaction():
+        index.set_meta(version=description.version)
         in_file = slots.size_bytes // slots.slot_bytes
         known = index.meta().get("num_slots", in_file)
         kept = known if has_company else min(known, max_chunks)

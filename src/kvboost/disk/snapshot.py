@@ -1,6 +1,6 @@
-"""A whole cache as files: `cache.json` (the header) and safetensors shards beside it.
+"""A whole cache as files: `cache.json` (the header) and files of records beside it.
 
-The header names the model's namespace and every chunk with its checksum; replacing it is the one
+The header names the model's namespace and says where every chunk's record lies; replacing it is the one
 step that makes a save count, so a save that was cut off leaves the one before it. Nothing is pickled.
 A damaged chunk is left out on loading, with everything that follows it. Nothing outside the folder is
 opened, and no link in it is followed; a saved cache is trusted as model weights are. Knows no model.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -19,28 +20,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
-import torch
-import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load as tensors_from_bytes
-from safetensors.torch import save_file as write_tensors
-
+from kvboost.disk import serde
+from kvboost.disk.old_snapshot import SafetensorsReader
 from kvboost.disk.serde import buffer_of
 from kvboost.disk.trust import open_regular
 from kvboost.errors import CacheFileError
-from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
-from kvboost.models import content_hash_from_tokens, token_bytes
+from kvboost.kv.codec import KVCodec
 from kvboost.store.budget import StoredChunk
 from kvboost.store.manager import KVCacheManager
 
 HEADER = "cache.json"
 FORMAT = "kvboost-cache"
-VERSION = 3
+VERSION = 4
+_SAFETENSORS_VERSION = 3
 _SHARD_BYTES = 256 << 20
-_SHARD_NAME = re.compile(r"chunks-[0-9a-f]+-[0-9]+\.safetensors")
-_OF_A_RUN = re.compile(rf"chunks-[0-9a-f]{{12}}-[0-9]{{5,}}\.safetensors|{re.escape(HEADER)}\.[0-9a-f]{{12}}")
+_SHARD_NAME = re.compile(r"chunks-[0-9a-f]+-[0-9]+\.records")
+_OF_A_RUN = re.compile(
+    rf"chunks-[0-9a-f]{{12}}-[0-9]{{5,}}\.(?:records|safetensors)|{re.escape(HEADER)}\.[0-9a-f]{{12}}"
+)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 T = TypeVar("T")
 
@@ -61,23 +60,21 @@ def save(
     _check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run = uuid.uuid4().hex[:12]
-    records: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     left_out: set[str] = set()
     with manager.exported(family) as chunks:
         for number, shard in enumerate(_shards(chunks)):
-            name = f"chunks-{run}-{number:05d}.safetensors"
-            tensors: dict[str, torch.Tensor] = {}
-            for stored in _shown(shard, f"saving shard {number + 1}", progress):
-                kv = manager.kv_of(stored.chunk) if stored.chunk.parent_hash not in left_out else None
-                if kv is None:  # on disk, and not to be had: nothing behind it could be reached either
-                    left_out.add(stored.chunk.chunk_id)
-                    continue
-                chunk = stored.chunk.with_kv(kv)
-                tensors |= _tensors_of(chunk)
-                records.append({**_record_of(dataclasses.replace(stored, chunk=chunk)), "shard": name})
-            os.close(open_regular(folder / name, _NEW))  # so that nothing else is written over
-            write_tensors(tensors, folder / name)
-            _sync(folder / name)
+            name = f"chunks-{run}-{number:05d}.records"
+            with open(open_regular(folder / name, _NEW), "wb") as file:
+                for stored in _shown(shard, f"saving shard {number + 1}", progress):
+                    kv = manager.kv_of(stored.chunk) if stored.chunk.parent_hash not in left_out else None
+                    if kv is None:  # on disk, and not to be had: nothing behind it could be reached either
+                        left_out.add(stored.chunk.chunk_id)
+                        continue
+                    whole = dataclasses.replace(stored, chunk=stored.chunk.with_kv(kv))
+                    rows.append({"shard": name, **_write(file, whole)})
+                file.flush()
+                os.fsync(file.fileno())
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -86,7 +83,7 @@ def save(
         "family": family,
         "kv_cache_bits": codec.bits,
         "layout": _layout_fields(codec),
-        "chunks": records,
+        "chunks": rows,
     }
     temporary = folder / f"{HEADER}.{run}"
     with open(open_regular(temporary, _NEW), "w") as file:
@@ -94,7 +91,7 @@ def save(
     _sync(temporary)
     os.replace(temporary, folder / HEADER)
     _remove_other_runs(folder, run)
-    return len(records)
+    return len(rows)
 
 
 def load(
@@ -108,23 +105,19 @@ def load(
             f"engine has {model} (namespace {family[:12]}): other weights, dtype, device or encoding"
         )
     report = LoadReport()
-    tensors: dict[str, torch.Tensor] = {}
-    shard = ""
+    is_old = header["version"] == _SAFETENSORS_VERSION
     damaged: set[str] = set()  # keys of chunks that were left out, and of all that follow them
-    for record in _shown(header["chunks"], "loading", progress):
-        is_whole = _is_record(record)
-        if is_whole and record["shard"] != shard:
-            shard = record["shard"]
-            tensors = _read_shard(folder / shard)
-        is_reachable = is_whole and record["parent"] not in damaged
-        chunk = _chunk_of(record, tensors, codec) if is_reachable else None
-        if chunk is None:
+    reader: _Reader = SafetensorsReader(folder, codec) if is_old else _RecordReader(folder, codec)
+    for row in _shown(header["chunks"], "loading", progress):
+        stored = reader.chunk(row)
+        if stored is None or stored.chunk.parent_hash in damaged:
             report.corrupt += 1
-            damaged.add(str(record.get("key")) if isinstance(record, dict) else "")
-        elif manager.restore(StoredChunk(record["namespace"], record["content"], chunk), family):
+            damaged.add(str(row.get("key")) if isinstance(row, dict) else "")
+        elif manager.restore(stored, family):
             report.loaded += 1
         else:
             report.no_room += 1
+    reader.close()
     manager.count_corrupt(report.corrupt)
     return report
 
@@ -139,9 +132,9 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise CacheFileError(f"{folder / HEADER} cannot be read: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise CacheFileError(f"{folder / HEADER} is not the header of a kvboost cache")
-    if header.get("version") != VERSION:
+    if header.get("version") not in (VERSION, _SAFETENSORS_VERSION):
         raise CacheFileError(
-            f"{folder} has format version {header.get('version')}, this kvboost reads version {VERSION}"
+            f"{folder} has format version {header.get('version')}, this kvboost reads up to {VERSION}"
         )
     if not all(isinstance(header.get(name), kind) for name, kind in _HEADER_FIELDS.items()):
         raise CacheFileError(f"{folder / HEADER} is damaged: one of {', '.join(_HEADER_FIELDS)} is missing")
@@ -149,28 +142,94 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 _HEADER_FIELDS: dict[str, type] = {"model": str, "family": str, "layout": list, "chunks": list}
-_RECORD_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "key": str,
-    "parent": str,
-    "namespace": str,
-    "content": str,
-    "shard": str,
-    "checksum": str,
-    "position_start": int,
-    "length": int,
-    "bytes": int,
-    "access_count": int,
-    "created_at": (int, float),
-}
+_ROW_FIELDS: dict[str, type] = {"key": str, "shard": str, "offset": int, "size": int}
 
 
-def _is_record(record: Any) -> bool:
-    """Whether a record has all its fields, and its shard is one that `save` could have written."""
+class _Reader(Protocol):
+    def chunk(self, row: Any) -> StoredChunk | None:
+        """The chunk of a row of the header, checked; None where anything is wrong."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+class _RecordReader:
+    """Reads records out of their files, each of which stays open until another is asked for."""
+
+    def __init__(self, folder: Path, codec: KVCodec) -> None:
+        self._folder = folder
+        self._codec = codec
+        self._name = ""
+        self._file: io.BufferedReader | None = None
+
+    def chunk(self, row: Any) -> StoredChunk | None:
+        if not _is_row(row):
+            return None
+        try:
+            if row["shard"] != self._name:
+                self._open(row["shard"])
+            return self._read(self._file, row) if self._file is not None else None
+        except (OSError, ValueError, OverflowError, CacheFileError):
+            return None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self, name: str) -> None:
+        self.close()
+        self._name, self._file = name, None
+        self._file = io.BufferedReader(io.FileIO(open_regular(self._folder / name, os.O_RDONLY)))
+
+    def _read(self, file: io.BufferedReader, row: dict[str, Any]) -> StoredChunk | None:
+        if row["offset"] + row["size"] > os.fstat(file.fileno()).st_size:
+            return None
+        file.seek(row["offset"])
+        start = file.read(min(serde.ALIGNMENT, row["size"]))
+        start += file.read(max(0, min(serde.header_size(start), row["size"]) - len(start)))
+        header = serde.read_header(start)
+        if header is None or (header.key, header.record_bytes) != (row["key"], row["size"]):
+            return None
+        if not header.is_chunk_of(self._codec):
+            return None
+        tensors = header.tensors()
+        payload = [buffer_of(tensor) for tensor in tensors]
+        file.seek(row["offset"] + header.payload_start)
+        if any(file.readinto(part) != part.nbytes for part in payload) or not header.matches(payload):
+            return None
+        chunk = header.chunk(self._codec.settled(tensors), self._codec)
+        return StoredChunk(header.meta["namespace"], header.meta["content"], chunk)
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a row has all its fields, and its file is one that `save` could have written."""
     return (
-        isinstance(record, dict)
-        and all(isinstance(record.get(name), kind) for name, kind in _RECORD_FIELDS.items())
-        and _SHARD_NAME.fullmatch(record["shard"]) is not None
+        isinstance(row, dict)
+        and all(type(row.get(name)) is kind for name, kind in _ROW_FIELDS.items())
+        and min(row["offset"], row["size"]) >= 0
+        and _SHARD_NAME.fullmatch(row["shard"]) is not None
     )
+
+
+def _write(file: BinaryIO, stored: StoredChunk) -> dict[str, Any]:
+    """Add the record of a chunk to a file; returns its row: where it lies, and what `kvboost stats` shows."""
+    names = {"namespace": stored.namespace_key, "content": stored.content_key}
+    record = serde.to_record(stored.chunk, **names, with_text=False)
+    file.write(bytes(-file.tell() % serde.ALIGNMENT))
+    offset, header = file.tell(), record.header
+    file.write(header.raw)
+    file.write(bytes(header.payload_start - len(header.raw)))
+    for part in record.payload:
+        file.write(part)
+    return {
+        "key": header.key,
+        "offset": offset,
+        "size": header.record_bytes,
+        "namespace": stored.namespace_key,
+        "length": stored.chunk.length,
+        "bytes": stored.chunk.memory_bytes(),
+        "access_count": stored.chunk.access_count,
+    }
 
 
 def _check_target(folder: Path) -> None:
@@ -191,76 +250,6 @@ def _shards(chunks: Iterable[StoredChunk]) -> Iterator[list[StoredChunk]]:
             shard, size = [], 0
     if shard:
         yield shard
-
-
-def _tensors_of(chunk: KeptChunk) -> dict[str, torch.Tensor]:
-    tensors = {f"{chunk.chunk_id}.{i}": part.cpu() for i, part in enumerate(chunk.kv.tensors)}
-    tensors[f"{chunk.chunk_id}.ids"] = torch.tensor(list(chunk.token_ids), dtype=torch.int32)
-    return tensors
-
-
-def _record_of(stored: StoredChunk) -> dict[str, Any]:
-    chunk = stored.chunk
-    return {
-        "key": chunk.chunk_id,
-        "parent": chunk.parent_hash,
-        "namespace": stored.namespace_key,
-        "content": stored.content_key,
-        "position_start": chunk.position_start,
-        "length": chunk.length,
-        "bytes": chunk.memory_bytes(),
-        "created_at": chunk.created_at,
-        "access_count": chunk.access_count,
-        "checksum": _checksum(chunk),
-    }
-
-
-def _checksum(chunk: KeptChunk) -> str:
-    """Over key, parent, position, tokens and all tensors."""
-    digest = xxhash.xxh3_128(f"{chunk.chunk_id}|{chunk.parent_hash}|{chunk.position_start}|".encode())
-    digest.update(token_bytes(chunk.token_ids))
-    for part in chunk.kv.tensors:
-        digest.update(buffer_of(part.cpu()))
-    return str(digest.hexdigest())
-
-
-def _read_shard(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a shard; none where it cannot be read."""
-    try:
-        return dict(tensors_from_bytes(_read(path)))  # a format without code
-    except (OSError, CacheFileError, SafetensorError, ValueError, KeyError):
-        return {}
-
-
-def _chunk_of(record: dict[str, Any], tensors: dict[str, torch.Tensor], codec: KVCodec) -> KeptChunk | None:
-    """The chunk of a header record, checked against its checksum; None where anything is wrong."""
-    key, length = record["key"], record["length"]
-    specs = codec.specs(max(length, 0))
-    names = [f"{key}.{index}" for index in range(len(specs))]
-    if not all(name in tensors for name in [*names, f"{key}.ids"]):
-        return None
-    raw_ids = tensors[f"{key}.ids"]
-    if raw_ids.dtype != torch.int32 or raw_ids.dim() != 1:
-        return None
-    ids = raw_ids.tolist()
-    kept = tuple(tensors[name].clone() for name in names)
-    found = tuple((tuple(part.shape), part.dtype) for part in kept)
-    if found != specs or len(ids) != length or min(ids, default=-1) < 0:
-        return None
-    chunk = KeptChunk(
-        StoredKV(codec, codec.settled(kept), length),
-        chunk_id=key,
-        text="",
-        token_ids=ids,
-        position_start=record["position_start"],
-        position_end=record["position_start"] + length,
-        prefix_hash=key,
-        content_hash=content_hash_from_tokens(ids),
-        created_at=record["created_at"],
-        access_count=record["access_count"],
-        parent_hash=record["parent"],
-    )
-    return chunk if _checksum(chunk) == record["checksum"] else None
 
 
 def _read(path: Path) -> bytes:

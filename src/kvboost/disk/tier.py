@@ -191,9 +191,7 @@ class DiskTier(ChunkTier):
 
     def write_records(self, records: Sequence[Record]) -> list[bool]:
         """Write several; they are synced and entered together, and all are there or counted."""
-        fits = [record.header.record_bytes <= self.slot_bytes for record in records]
-        self.refused["larger than a slot"] += fits.count(False)
-        wanted = {record.header.key: record for record, fit in zip(records, fits, strict=True) if fit}
+        wanted = self._fitting(records)
         with self._writing:
             if self._is_closed:
                 self.refused["closed"] += len(records)
@@ -207,6 +205,21 @@ class DiskTier(ChunkTier):
             except _FAILURES as error:
                 self.refused[f"{type(error).__name__}: {error}"] += 1
             return [record.header.key in self._entries for record in records]
+
+    def _fitting(self, records: Sequence[Record]) -> dict[str, Record]:
+        """Those that can stand in this folder, as they are written there; the others are counted."""
+        found = {}
+        for record in records:
+            try:
+                written = record.of_version_1() if self._description.version == 1 else record
+            except CacheFileError as error:
+                self.refused[str(error)] += 1
+                continue
+            if written.header.record_bytes <= self.slot_bytes:
+                found[written.header.key] = written
+            else:
+                self.refused["larger than a slot"] += 1
+        return found
 
     def _write(self, wanted: dict[str, Record]) -> None:
         self._follow()
@@ -285,7 +298,7 @@ class DiskTier(ChunkTier):
         for _ in range(2):  # another process may have moved it in between
             if isinstance(found, str):
                 break
-            if self._codec is not None and not found.header.codec.keeps_form_of(self._codec):
+            if not found.header.is_chunk_of(self._codec):
                 found = OTHER_FORM
                 break
             try:
@@ -316,6 +329,15 @@ class DiskTier(ChunkTier):
             return CORRUPT
         self._entries.update({key: now})
         return now
+
+    def read_tensors(self, key: str) -> dict[str, torch.Tensor] | None:
+        """The tensors of a record of any kind by name, checked; None where they cannot be had."""
+        entry = self.entry(key)
+        with contextlib.suppress(OSError):
+            tensors = payload_of(self._slots, entry) if entry is not None else None
+            if entry is not None and tensors is not None:
+                return {spec.name: each for spec, each in zip(entry.header.specs, tensors, strict=True)}
+        return None
 
     def take_evicted(self) -> list[str]:
         """The keys that made room for others since this was asked last."""

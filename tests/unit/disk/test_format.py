@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +12,17 @@ import pytest
 import torch
 
 from kvboost.choices import BITS, KVBits
+from kvboost.disk import folder as disk_folder
 from kvboost.disk import index as disk_index
 from kvboost.disk import serde
 from kvboost.disk.tier import DiskTier
+from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec
 from kvboost.kv.layout import KVLayout
 from kvboost.models import chained_hash
 from tests import disk_reader
 from tests.disk_reader import FormatError, read_folder, read_slot
-from tests.faults.disk_writer import SLOT_BYTES, chunk_of, key_of
+from tests.faults.disk_writer import SLOT_BYTES, chunk_of, is_right, key_of
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "disk-format.md").read_text()
@@ -135,7 +139,10 @@ def test_the_document_names_what_the_code_uses() -> None:
     for table in disk_index._SCHEMA:
         text = table.replace("IF NOT EXISTS ", "")
         assert text in " ".join(DOCUMENT.split()), text
-    assert f"version {serde.VERSION}" in DOCUMENT
+    assert f"This is format version {serde.VERSION}" in DOCUMENT
+    assert serde.VERSION == disk_folder.VERSION
+    for name in (*serde.KINDS, *serde._DTYPES):
+        assert f"`{name}`" in DOCUMENT or f'`"{name}"`' in DOCUMENT, name
     assert serde._FIXED.format in DOCUMENT
     assert f"{serde.ALIGNMENT:,}" in DOCUMENT
     meta = serde.to_record(chunk_of(0)).header.meta
@@ -148,3 +155,73 @@ def test_the_document_names_every_file_of_a_folder(tmp_path: Path) -> None:
         assert tier.write(chunk_of(0))
         for path in (tmp_path / "cache").iterdir():
             assert f"`{path.name}`" in DOCUMENT, path.name
+
+
+def test_every_kind_is_read_by_the_second_reader(tmp_path: Path) -> None:
+    state = {"conv": torch.randn(3, 4), "codes": torch.arange(5, dtype=torch.uint8)}
+    records = [
+        serde.record_of("state", "s", state, [1, 2], about={"layer": 1}),
+        serde.record_of("opaque", "o", {"block": torch.randn(2, 2).bfloat16()}),
+        serde.to_record(chunk_of(0)),
+    ]
+    with DiskTier(tmp_path / "cache", max_chunks=4, slot_bytes=SLOT_BYTES) as tier:
+        assert tier.write_records(records) == [True] * 3
+        for name, tensor in (tier.read_tensors("s") or {}).items():
+            assert torch.equal(tensor, state[name])
+        assert tier.load_or_reason("s") == "other encoding"
+    settings, found = read_folder(tmp_path / "cache")
+    assert settings["version"] == serde.VERSION
+    assert {record.kind: record.token_ids for record in found.values()} == {
+        "state": [1, 2],
+        "opaque": [],
+        "kv": list(chunk_of(0).token_ids),
+    }
+    assert found["s"].meta["about"] == {"layer": 1}
+    for name, (dtype, shape, piece) in found["s"].tensors().items():
+        wanted = state[name].numpy()
+        assert np.array_equal(np.frombuffer(piece, np.dtype(dtype)).reshape(shape), wanted)
+
+
+# --- the version before --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old_folder(tmp_path: Path) -> Path:
+    """A folder that kvboost wrote when this was version 1: three chunks, room for one more."""
+    return shutil.copytree(ROOT / "tests" / "data" / "disk-v1", tmp_path / "old")
+
+
+def test_an_old_folder_is_read_and_written_as_it_was(old_folder: Path) -> None:
+    with DiskTier(old_folder, max_chunks=4, slot_bytes=SLOT_BYTES) as tier:
+        assert tier.misses == {}
+        for number in range(3):
+            chunk = tier.read(key_of(number))
+            assert chunk is not None
+            assert is_right(chunk, number)
+        assert tier.write(chunk_of(3))
+        assert tier.write_records([serde.record_of("state", "s", {"a": torch.zeros(2)})]) == [False]
+        assert tier.stats()["refused"] == {"a folder of version 1 holds chunks only": 1}
+        assert tier.check().is_good
+    settings, records = read_folder(old_folder)
+    assert settings["version"] == 1
+    assert {record.version for record in records.values()} == {1}, "an older kvboost still reads it"
+    assert len(records) == 4
+
+
+def test_an_old_folder_whose_index_is_lost_is_found_again(old_folder: Path) -> None:
+    (old_folder / "index.sqlite").unlink()
+    with DiskTier(old_folder, max_chunks=4, slot_bytes=SLOT_BYTES) as tier:
+        assert len(tier) == 3
+        assert all(is_right(chunk, number) for number in range(3) if (chunk := tier.read(key_of(number))))
+    assert read_folder(old_folder)[0]["version"] == 1
+
+
+def test_a_folder_of_a_later_version_is_refused_and_left_as_it_is(old_folder: Path) -> None:
+    fields = disk_folder.read_description(old_folder)
+    assert fields is not None
+    later = {**fields, "version": 3}
+    text = json.dumps({**later, "check": disk_folder.seal(later)})
+    (old_folder / "tier.json").write_text(text)
+    with pytest.raises(CacheFileError, match="version 3, this kvboost reads up to 2"):
+        DiskTier(old_folder, max_chunks=4, slot_bytes=SLOT_BYTES)
+    assert (old_folder / "tier.json").read_text() == text

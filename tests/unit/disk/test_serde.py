@@ -228,7 +228,7 @@ def test_noise_is_no_header(noise: bytes) -> None:
     assert 0 <= header_size(serde.MAGIC + struct.pack("<I", serde.VERSION) + noise) <= 64 << 20
 
 
-def sealed(meta: object, tokens: int = 6, payload_bytes: int | None = None, version: int = 1) -> bytes:
+def sealed(meta: object, tokens: int = 6, payload_bytes: int | None = None, version: int = 2) -> bytes:
     """A header with right checksums, whatever it says."""
     description = json.dumps(meta).encode()
     ids = np.arange(tokens, dtype="<u4").tobytes()
@@ -244,7 +244,7 @@ def test_a_sealed_header_is_read() -> None:
     assert read_header(sealed(a_header().meta)) is not None
 
 
-@pytest.mark.parametrize("version", [0, 2, 255, 2**32 - 1])
+@pytest.mark.parametrize("version", [0, 3, 255, 2**32 - 1])
 def test_unknown_versions_are_no_headers(version: int) -> None:
     assert read_header(sealed(a_header().meta, version=version)) is None
     assert header_size(sealed(a_header().meta, version=version)) == 0
@@ -277,6 +277,20 @@ def test_unknown_versions_are_no_headers(version: int) -> None:
         {"text": None},
         {"position_start": "0"},
         {"parent": 7},
+        {"kind": "other"},
+        {"kind": None},
+        {"kind": ["kv"]},
+        {"tensors": []},
+        {"tensors": None},
+        {"tensors": [["slab0", "float16"]]},
+        {"tensors": [["slab0", "float32", [1]]]},
+        {"kind": "state", "tensors": [["a", "uint8", [-1]], ["b", "uint8", [1]]]},
+        {"kind": "state", "tensors": [["a", "uint8", [1.0]]]},
+        {"kind": "state", "tensors": [["a", "uint8", [True]]]},
+        {"kind": "state", "tensors": [["a", "uint8", 5]]},
+        {"kind": "state", "tensors": [["a", "Tensor", [1]]]},
+        {"kind": "state", "tensors": [[1, "uint8", [1]]]},
+        {"kind": "state", "tensors": [["a", "uint8", [2**40, 2**40]]]},
     ],
     ids=str,
 )
@@ -364,3 +378,65 @@ def test_a_piece_that_is_damaged_or_anothers_is_no_chunk() -> None:
         flipped = bytearray(data)
         flipped[at] ^= 1
         assert serde.from_bytes(bytes(flipped), key) is None
+
+
+# --- other kinds, and the version before -----------------------------------------------------------
+
+STATE = {"conv": torch.randn(4, 3), "ssm": torch.randn(2, 5).bfloat16(), "empty": torch.zeros(0, 7)}
+
+
+@pytest.mark.parametrize("kind", ["state", "opaque"])
+@pytest.mark.parametrize("ids", [(), (5, 6, 7)])
+def test_named_tensors_come_back(kind: serde.Kind, ids: tuple[int, ...]) -> None:
+    record = serde.record_of(kind, "k", STATE, ids, namespace="n", parent="p", about={"layer": 3})
+    found = serde.tensors_in(record.to_bytes(), "k")
+    assert found is not None
+    header, tensors = found
+    assert (header.kind, header.meta["about"], header.token_ids.tolist()) == (kind, {"layer": 3}, list(ids))
+    assert [spec.name for spec in header.specs] == list(STATE)
+    for tensor, wanted in zip(tensors, STATE.values(), strict=True):
+        assert tensor.dtype == wanted.dtype
+        assert torch.equal(tensor, wanted)
+    assert serde.from_bytes(record.to_bytes(), "k") is None, "it is no chunk"
+    assert not header.is_chunk_of(None)
+
+
+@pytest.mark.parametrize("dtype", sorted(serde._DTYPES))
+def test_tensors_of_every_type_come_back(dtype: str) -> None:
+    tensor = torch.arange(6).to(serde._DTYPES[dtype]).view(2, 3)
+    found = serde.tensors_in(serde.record_of("opaque", "k", {"t": tensor}).to_bytes(), "k")
+    assert found is not None
+    assert torch.equal(found[1][0].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_types_that_no_reader_knows_are_refused() -> None:
+    with pytest.raises(CacheFileError, match="complex64"):
+        serde.record_of("opaque", "k", {"t": torch.zeros(2, dtype=torch.complex64)})
+
+
+def test_names_that_stand_twice_make_no_header() -> None:
+    meta = serde.record_of("state", "k", {"a": torch.zeros(2), "b": torch.zeros(2)}).header.meta
+    assert read_header(sealed(meta, 0, 16)) is not None
+    twice = {**meta, "tensors": [meta["tensors"][0]] * 2}
+    assert read_header(sealed(twice, 0, 16)) is None
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_a_record_of_the_version_before_is_read(bits: KVBits) -> None:
+    chunk = kept_chunk(bits, torch.float16, 40)
+    record = to_record(chunk, namespace="n", content="c").of_version_1()
+    assert record.header.raw[8] == 1
+    assert not {"kind", "tensors"} & record.header.meta.keys()
+    assert_same(through_bytes(record), chunk)
+
+
+def test_fields_of_this_version_make_no_header_of_the_one_before() -> None:
+    assert read_header(sealed(a_header().meta, version=1)) is None
+    old = {name: value for name, value in a_header().meta.items() if name not in ("kind", "tensors")}
+    assert read_header(sealed(old, version=1)) is not None
+    assert read_header(sealed(old, version=2)) is None
+
+
+def test_only_chunks_can_be_written_as_before() -> None:
+    with pytest.raises(CacheFileError, match="chunks only"):
+        serde.record_of("state", "k", STATE).of_version_1()
