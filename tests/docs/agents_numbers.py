@@ -26,7 +26,8 @@ def changes_table() -> str:
         facts = case["facts"]
         lines.append(
             f"| {WORDS[name]} | {turn['prompt_tokens']:,} "
-            f"| {turn['moved_reused']:.0%} of {turn['moved_tokens']:,} | {times['reuse']} | {times['exact_only']} | {times['baseline']} | {turn['kl']:.4f} "
+            f"| {turn['moved_reused']:.0%} of {turn['moved_tokens']:,} | {times['reuse']} "
+            f"| {times['exact_only']} | {times['baseline']} | {turn['kl']:.4f} "
             f"| {facts['kept']} of {facts['full_prefill']} |"
         )
     return "\n".join(lines)
@@ -36,18 +37,19 @@ def later_line() -> str:
     targets = {target["name"]: target["value"] for target in record("agents-cpu")["targets"]}
     later = [targets[f"{name}: slowest later turn / exact only"] for name in WORDS]
     return (
-        f"Turns after it take at most {max(later):.2f} x as long as with exact reuse only (the slowest median "
-        f"of each case: {', '.join(f'{each:.2f}' for each in later)}), and nothing is repaired twice."
+        f"Turns after it take at most {max(later):.2f} x as long as with exact reuse only (the slowest "
+        f"median of each case: {', '.join(f'{each:.2f}' for each in later)}), and nothing is repaired twice."
     )
 
 
 def made() -> str:
     found = record("agents-cpu")
     return (
-        f"{changes_table()}\n\n{later_line()} {found['recompute_ratio']:.0%} of the moved tokens are computed "
-        "again; facts are those of earlier tool results that full prefill finds. "
-        f"{found['settings']['rounds']} chats per case, medians, built-in model in {found['dtype']}, {machine('agents-cpu')}. Command: `kvboost bench agents`; all "
-        "numbers: [agents-cpu.json](../../benchmarks/results/agents-cpu.json)."
+        f"{changes_table()}\n\n{later_line()} {found['recompute_ratio']:.0%} of the moved tokens are "
+        "computed again; facts are those of earlier tool results that full prefill finds. "
+        f"{found['settings']['rounds']} chats per case, medians, built-in model in {found['dtype']}, "
+        f"{machine('agents-cpu')}. Command: `kvboost bench agents`; all numbers: "
+        "[agents-cpu.json](../../benchmarks/results/agents-cpu.json)."
     )
 
 
