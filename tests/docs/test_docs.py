@@ -57,6 +57,7 @@ def test_numbers_of_moved_text_are_those_of_the_result_files() -> None:
     for name in ("quality-cuda", "quality-cpu", "rag-cpu", "encoding-cpu"):
         assert reuse_numbers.machine(name) in document
     assert reuse_numbers.rag_table() in README
+    assert reuse_numbers.machine("rag-cpu") in README
     assert reuse_numbers.choice_table() in (ROOT / "docs" / "options.md").read_text()
 
 

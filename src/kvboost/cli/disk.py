@@ -133,9 +133,9 @@ def disk_stats(folder: Path) -> list[dict[str, Any]]:
     found = []
     for tier_folder in tier_folders(folder):
         with open_tier(tier_folder) as tier:
-            entries = tier.entries()
-            tokens = sum(len(entry.header.token_ids) for entry in entries)
-            bits = entries[0].header.meta["bits"] if entries else None
+            chunks = [header for header in tier.headers() if header.is_chunk_of(None)]
+            tokens = sum(len(header.token_ids) for header in chunks)
+            bits = chunks[0].meta["bits"] if chunks else None
             found.append({**tier.stats(), "model": tier.label, "tokens": tokens, "kv_cache_bits": bits})
     return found
 
