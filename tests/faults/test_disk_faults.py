@@ -774,7 +774,7 @@ def test_a_wrong_byte_in_the_header_of_the_index(place: int, value: int, closed_
 def test_a_fresh_index_over_slots_of_an_unknown_version(closed_specimen: Specimen) -> None:
     """Slots of a later version are left out when the index is made anew."""
     closed_specimen.restore()
-    closed_specimen.change(SLOTS, lambda data: struct.pack_into("<I", data, 8, 2))
+    closed_specimen.change(SLOTS, lambda data: struct.pack_into("<I", data, 8, 3))
     (closed_specimen.folder / INDEX).write_bytes(b"garbage" * 3_000)
     assert look_at(closed_specimen).hits == MAX_CHUNKS - 1
 
