@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.docs.made_parts import with_part
 from tests.docs.reuse_numbers import machine, record
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "agents.md"
-BEGIN, END = "<!-- made by tests/docs/agents_numbers.py -->", "<!-- end of what is made -->"
 WORDS = {"thinking": "thinking is stripped", "tools": "the tool list changes", "summary": "a summary comes"}
 
 
@@ -34,11 +34,13 @@ def changes_table() -> str:
 
 
 def later_line() -> str:
-    targets = {target["name"]: target["value"] for target in record("agents-cpu")["targets"]}
+    found = record("agents-cpu")
+    targets = {target["name"]: target["value"] for target in found["targets"]}
     later = [targets[f"{name}: slowest later turn / exact only"] for name in WORDS]
+    twice = max(case["repaired_twice"] for case in found["cases"].values())
     return (
-        f"Turns after it take at most {max(later):.2f} x as long as with exact reuse only (the slowest "
-        f"median of each case: {', '.join(f'{each:.2f}' for each in later)}), and nothing is repaired twice."
+        f"The slowest of the later turns takes {', '.join(f'{each:.3f}' for each in later)} x as long as with "
+        f"exact reuse only; {twice} tokens are repaired twice."
     )
 
 
@@ -54,8 +56,7 @@ def made() -> str:
 
 
 def with_numbers(page: str) -> str:
-    before, rest = page.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n\n{made()}\n\n{END}{rest.split(END, 1)[1]}"
+    return with_part(page, "agents_numbers", made())
 
 
 if __name__ == "__main__":

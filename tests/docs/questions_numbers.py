@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.docs.made_parts import with_part
 from tests.docs.reuse_numbers import machine, record
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-questions.md"
 COMMAND = "kvboost evaluate examples/questions.jsonl --max-new-tokens 16 --again --out benchmarks/results"
-BEGIN, END = "<!-- made by tests/docs/questions_numbers.py -->", "<!-- end of what is made -->"
 
 
 def rows_table() -> str:
@@ -42,8 +42,7 @@ def made() -> str:
 
 
 def with_numbers(page: str) -> str:
-    before, rest = page.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n\n{made()}\n\n{END}{rest.split(END, 1)[1]}"
+    return with_part(page, "questions_numbers", made())
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ class DiskCache:
             while chunks := self._manager.on_disk.take_unsaved(_BATCH, self._family):
                 written: Sequence[bool] = [False] * len(chunks)
                 try:
-                    written = self.tier.write_records([_to_record(stored) for stored in chunks])
+                    written = self.tier.write_records([serde.stored_record(stored) for stored in chunks])
                 finally:
                     self._manager.on_disk.mark_saved(chunks, written)
                     self._manager.on_disk.lost(self.tier.take_evicted(), GONE)
@@ -240,11 +240,6 @@ class DiskCache:
         self._readers.close()
         if not self._saver.is_alive():
             self.tier.close()
-
-
-def _to_record(stored: StoredChunk) -> serde.Record:
-    names = {"namespace": stored.namespace_key, "content": stored.content_key}
-    return serde.to_record(stored.chunk, **names, with_text=False)
 
 
 class Readers:

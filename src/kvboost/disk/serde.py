@@ -26,6 +26,7 @@ from kvboost.errors import CacheFileError
 from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
 from kvboost.kv.layout import HeadRange, KVLayout, SlabSpec
 from kvboost.models import CachedChunk, content_hash_from_tokens, token_bytes
+from kvboost.store.budget import StoredChunk
 
 MAGIC = b"KVBSLOT\0"
 VERSION = 2
@@ -190,6 +191,12 @@ def to_record(
         slabs=[[_name(s.dtype), s.heads, s.head_dim] for s in kv.codec.layout.slabs],
         layers=[[[r.slab, r.start, r.end] for r in pair] for pair in kv.codec.layout.layers],
     )
+
+
+def stored_record(stored: StoredChunk) -> Record:
+    """The bytes of a chunk of the store, without its text."""
+    names = {"namespace": stored.namespace_key, "content": stored.content_key}
+    return to_record(stored.chunk, **names, with_text=False)
 
 
 def record_of(

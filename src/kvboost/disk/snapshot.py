@@ -213,8 +213,7 @@ def _is_row(row: Any) -> bool:
 
 def _write(file: BinaryIO, stored: StoredChunk) -> dict[str, Any]:
     """Add the record of a chunk to a file; returns its row: where it lies, and what `kvboost stats` shows."""
-    names = {"namespace": stored.namespace_key, "content": stored.content_key}
-    record = serde.to_record(stored.chunk, **names, with_text=False)
+    record = serde.stored_record(stored)
     file.write(bytes(-file.tell() % serde.ALIGNMENT))
     offset, header = file.tell(), record.header
     file.write(header.raw)
