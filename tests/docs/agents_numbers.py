@@ -39,8 +39,8 @@ def later_line() -> str:
     later = [targets[f"{name}: slowest later turn / exact only"] for name in WORDS]
     twice = max(case["repaired_twice"] for case in found["cases"].values())
     return (
-        f"The slowest of the later turns takes {', '.join(f'{each:.3f}' for each in later)} x as long as with "
-        f"exact reuse only; {twice} tokens are repaired twice."
+        f"The slowest of the later turns takes {', '.join(f'{each:.3f}' for each in later)} x as long as "
+        f"with exact reuse only; {twice} tokens are repaired twice."
     )
 
 
