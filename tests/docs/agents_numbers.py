@@ -48,7 +48,8 @@ def made() -> str:
     found = record("agents-cpu")
     return (
         f"{changes_table()}\n\n{later_line()} {found['recompute_ratio']:.0%} of the moved tokens are "
-        "computed again; facts are those of earlier tool results that full prefill finds. "
+        "computed again; facts are those of earlier tool results that full prefill finds, asked for with the "
+        "first words of the answer given. "
         f"{found['settings']['rounds']} chats per case, medians, built-in model in {found['dtype']}, "
         f"{machine('agents-cpu')}. Command: `kvboost bench agents`; all numbers: "
         "[agents-cpu.json](../../benchmarks/results/agents-cpu.json)."
