@@ -16,6 +16,8 @@ from kvboost.errors import InvalidRequestError
 
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 CACHE_DEVICES = ("cpu", "model")
+REMOTE_WRITES = ("all", "reused")
+REMOTE_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "s3")
 DEFAULT_MAX_KL = 0.05  # the error that reuse may make with recompute_ratio="auto"
 GROUPS = ("model", "cache", "reuse", "serving", "advanced")  # in the order in which they are shown
 
@@ -56,6 +58,15 @@ def options_of(settings: type[Any]) -> Iterator[Option]:
     for each in fields(settings):
         if each.metadata:
             yield Option(name=each.name, default=each.default, **each.metadata)
+
+
+def check_remote_address(address: object) -> str:
+    """The address of a shared store, if it is one. What is said of another shows no password."""
+    if not isinstance(address, str) or address.partition("://")[0] not in REMOTE_SCHEMES:
+        words = ", ".join(f"{each}://" for each in REMOTE_SCHEMES)
+        shown = address.rpartition("@")[2] if isinstance(address, str) else repr(address)
+        raise InvalidRequestError(f"remote_cache must be an address that begins with {words}; got {shown}")
+    return address
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,25 @@ class EngineSettings:
             "size or none",
             least=0,
             default_text="256 chunks for each model",
+        ),
+    )
+    remote_cache: str | None = field(
+        default=None,
+        metadata=about(
+            "cache",
+            "Store that several machines share: redis://host:6379, rediss://, unix://, redis+cluster://, or "
+            "s3://bucket/prefix.",
+            default_text="none",
+            metavar="ADDRESS",
+        ),
+    )
+    remote_write: str = field(
+        default="all",
+        metadata=about(
+            "cache",
+            "What is written to the shared store: all that is stored, or what was reused at least once.",
+            "choice",
+            choices=REMOTE_WRITES,
         ),
     )
     cache_device: str = field(
@@ -277,6 +307,11 @@ class EngineSettings:
             raise InvalidRequestError(f"disk_cache_dir must be a folder, got {self.disk_cache_dir!r}")
         if self.disk_cache_bytes is not None and self.disk_cache_dir is None:
             raise InvalidRequestError("disk_cache_bytes needs a folder: pass disk_cache_dir with it")
+        if self.remote_cache is not None:
+            check_remote_address(self.remote_cache)
+        if self.remote_write not in REMOTE_WRITES:
+            words = " or ".join(f'"{each}"' for each in REMOTE_WRITES)
+            raise InvalidRequestError(f"remote_write must be {words}, got {self.remote_write!r}")
         if self.cache_device not in CACHE_DEVICES:
             raise InvalidRequestError(f'cache_device must be "cpu" or "model", got {self.cache_device!r}')
         if self.gpu_cache_bytes and self.cache_device == "model":

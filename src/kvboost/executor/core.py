@@ -86,8 +86,15 @@ class EngineCore:
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
         return self.parts.requests.read(prompt, arguments, namespace, started, repair)
 
+    def look_ahead(self, requests: Sequence[Request]) -> None:
+        """Fetch what other machines have read of prompts, before they run and outside of the model's lock."""
+        if self.parts.remote is not None:
+            for request in requests:
+                self.parts.look_ahead(request)
+
     def serve(self, request: Request) -> GenerationResult:
         """Answer one request: in the engine's own batch where there is one and it may, else alone."""
+        self.look_ahead([request])
         result = answer_one(self.parts, self.resident, request) if self.resident.exists else None
         return result if result is not None else self.alone.serve(request)
 
@@ -119,6 +126,7 @@ class EngineCore:
         repair = self.parts.approximation.repair(*arguments.repair)
         namespace = self.parts.fit.last_namespace(self.parts.salt(arguments.cache_salt))
         requests = self.parts.requests.read_all(prompts, arguments, namespace, started, repair)
+        self.look_ahead(requests)
         outcomes = self.many.outcomes(
             many.generate_jobs(requests),
             self.alone.serve,
@@ -143,6 +151,7 @@ class EngineCore:
         requests = self.parts.requests.read_scores(
             prompts, continuations, arguments, namespace, started, repair
         )
+        self.look_ahead(requests)
         jobs = many.score_jobs(requests, self.parts.reader.decode)
         outcomes = self.many.outcomes(jobs, self.alone.score, max_batch_tokens=max_batch_tokens)
         return self.notice.over(outcomes)

@@ -51,6 +51,7 @@ class OwnLoop:
         parts.requests.check_positions(len(ids), "the prompt", len(ids))
         if why := parts.why_plain(request) or options.why_not_prepared:
             return PreparedPrompt.gated(parts.model, ids, why)
+        parts.look_ahead(request)
         arena = Arena(parts.layout, len(ids) + max_new_tokens)
         plan = parts.loader.place(Lookup(ids, request.namespace, request.limit), arena)
         parts.recorder.count(request, plan, plan.reused)

@@ -54,6 +54,10 @@ class Namespace:
         """The root of the approximate chains: whole prompts put together from parts and repaired."""
         return self._beside(f"approximate {self.repaired}".rstrip())
 
+    def behind(self, digest: str) -> Namespace:
+        """The root of text that follows the chunk `digest`, which is not here: never a prefix of a prompt."""
+        return self._beside(f"behind {digest}")
+
     def _beside(self, what: str) -> Namespace:
         key = hashlib.sha256(f"{self.content_key}\0{what}".encode()).hexdigest()
         return Namespace(key, self.family, self.salt, base=self.content_key)

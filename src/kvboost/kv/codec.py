@@ -365,6 +365,7 @@ class KeptChunk(CachedChunk):
     def __init__(self, kv: StoredKV, *, composite: CompositeChunk | None = None, **fields: Any) -> None:
         self.kv = kv
         self.composite = composite
+        self.fetched_ms: float | None = None  # how long it took to come from another machine
         super().__init__(past_key_values=(), **fields)
 
     @property
@@ -374,6 +375,11 @@ class KeptChunk(CachedChunk):
     @past_key_values.setter
     def past_key_values(self, _given: PastKVType) -> None:
         """Ignored: what the chunk holds is `kv`."""
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it came from another machine, and one request at most has used it."""
+        return self.fetched_ms is not None and self.access_count <= 1
 
     def with_kv(self, kv: StoredKV) -> KeptChunk:
         """The same chunk with other KV."""

@@ -26,6 +26,8 @@ from kvboost.kv.pinned import POOL
 from kvboost.parts.model_fit import ModelFit, check_model
 from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration, bounds_text
+from kvboost.remote.byte_store import open_store
+from kvboost.remote.cache import RemoteCache
 from kvboost.requests.encoding import check_text
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request, RequestReader
@@ -41,6 +43,7 @@ from kvboost.store.chunking import ChunkRegistry, boundary_token_ids
 from kvboost.store.manager import KVCacheManager
 
 _log = logging.getLogger(__name__)
+_FLOPS = {"cpu": 1e11, "cuda": 3e14}  # per second, until prefill was measured
 SURPRISE_REASON = "weights had changed unseen"
 
 
@@ -70,6 +73,7 @@ class EngineParts:
         self.settings = settings
         self.bit_exact, self.block = settings.bit_exact, settings.block
         self.disk: DiskCache | None = None
+        self.remote: RemoteCache | None = None
         vocab_size = text_config(model).vocab_size
         self.registry = ChunkRegistry(settings.chunk_size, boundary_window=settings.chunk_boundary_window)
         self.manager = KVCacheManager(
@@ -108,8 +112,9 @@ class EngineParts:
         if settings.recompute_ratio == "auto":
             self.use_calibration(calibration.load(self.fit.family, settings.selector))
         self.disk = self._open_disk()
+        self.remote = self._open_remote()
         self.loader = ChunkLoader(self.assembler, self.manager, self.disk)
-        self.recorder = Recorder(settings, self.manager, self.writer, self.loader, self.reader)
+        self.recorder = Recorder(settings, self.manager, self.writer, self.loader, self.reader, self.remote)
         self.fit.start_watching(settings.weights_check_seconds)  # last: nothing can fail behind it
 
     def _make_codec(self) -> KVCodec:
@@ -132,6 +137,42 @@ class EngineParts:
         disk = DiskCache(self.manager, self.codec, tier, self.fit.family)
         weakref.finalize(self, disk.close_unowned)  # an engine that nobody closed must end its threads too
         return disk
+
+    def _open_remote(self) -> RemoteCache | None:
+        """The store that several machines share, which `remote_cache` names."""
+        if self.settings.remote_cache is None:
+            return None
+        remote = RemoteCache(
+            open_store(self.settings.remote_cache),
+            self.manager,
+            self.codec,
+            cuts=self.writer.cuts,
+            prefill_s=self._prefill_seconds,
+            writes=self.settings.remote_write,
+        )
+        weakref.finalize(self, remote.close)
+        return remote
+
+    def _prefill_seconds(self, tokens: int) -> float:
+        """How long computing so many tokens takes, about: as measured so far, or as large models are."""
+        speed = self.manager.stats()["prefill_tokens_per_second"]
+        rate = _FLOPS.get(self.layout.slabs[0].device.type, _FLOPS["cuda"])
+        return float(tokens / speed if speed else tokens * self.fit.costs.flops_per_token / rate)
+
+    def look_ahead(self, request: Request) -> None:
+        """Fetch what other machines have read of a prompt, before it is planned, as far as that pays."""
+        if self.remote is None or request.looked_ahead or request.mode is GenerationMode.BASELINE:
+            return
+        request.looked_ahead = True
+        if self.why_plain(request):
+            return
+        lookup = self.lookup(request)._replace(namespace=self.fit.namespace(request.namespace.salt))
+        anywhere = (
+            lookup.mode is AssemblyMode.CHUNK_REUSE
+            and self.approximation.rotation is not None
+            and not lookup.refusal
+        )
+        self.remote.look_ahead(lookup.token_ids, lookup.namespace, lookup.limit, anywhere=anywhere)
 
     # --- questions ---------------------------------------------------------------------------
 
@@ -207,6 +248,8 @@ class EngineParts:
         self.manager.count_failure(SURPRISE_REASON)
         if self.disk is not None:
             self.disk.give_up()
+        if self.remote is not None:
+            self.remote.give_up()
 
     def clear(self) -> None:
         """Forget all cached text that is not pinned, on disk too, and remembered answers."""
@@ -224,6 +267,8 @@ class EngineParts:
         if self.disk is not None:
             self.fit.weights_changed()  # KV of other weights must not outlive the process
             self.disk.close()
+        if self.remote is not None:
+            self.remote.close()
         self.reader.answers.clear()
         self.manager.drop_all()
         POOL.trim()
@@ -241,4 +286,8 @@ class EngineParts:
             stats["gpu_cache"] = self.codec.tier.stats()
         if self.layout.slabs[0].device.type == "cuda":
             stats["transfers"] = {"pinned_bytes": POOL.nbytes, "ring_bytes": ring_bytes()}
-        return stats if self.disk is None else {**stats, "disk": self.disk.stats()}
+        if self.disk is not None:
+            stats["disk"] = self.disk.stats()
+        if self.remote is not None:
+            stats["remote"] = self.remote.stats()
+        return stats

@@ -90,6 +90,7 @@ class Request:
         self.index = index
         self.repair = repair
         self.watch = Watch()
+        self.looked_ahead = False  # a store that several machines share was asked
         self.token_ids = prompt.token_ids  # `[tokens]`, to be read by the model
         self.needed = len(self.token_ids) + options.max_new_tokens  # positions, with the answer
         self.limit = len(self.token_ids) - 1  # so many may come from elsewhere: generation needs one

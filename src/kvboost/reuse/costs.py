@@ -65,6 +65,7 @@ class ForwardCosts:
         heads = config.num_attention_heads
         head_dim = _head_dim(config) or config.hidden_size // heads
         layers: int = config.num_hidden_layers
+        self.flops_per_token = 2.0 * inner
         self._pair = 4 * heads * head_dim * layers / max(2 * inner, 1)
         self._chunk_size = chunk_size
         self.layers = layers

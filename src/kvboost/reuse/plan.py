@@ -26,6 +26,7 @@ CHAIN_REASON = "repaired in an earlier request"
 LOSSY_REASON = "prefix, overlap encoding"
 QUANTIZED_REASON = "exact prefix, quantized"
 TOO_SHORT = "too short"
+REMOTE = "remote"  # from a store that several machines share
 GENERATION_REASON = "computed: generation needs it"
 UNPAID_REASON = "computed: reuse would not pay"
 _MIN_GAP_TOKENS = 32  # text in a shorter gap cannot be found by content
@@ -160,13 +161,14 @@ class ReusePlan:
             if self.is_lossy(piece):
                 spans += _approximate(piece.start, piece.end, piece.chunk.chunk_id, LOSSY_REASON, again)
             else:
-                reason = QUANTIZED_REASON if piece.chunk.kv.codec.is_lossy else ""
+                reason = _with_way(QUANTIZED_REASON if piece.chunk.kv.codec.is_lossy else "", piece)
                 spans.append(Span(piece.start, piece.end, Origin.EXACT, reason, piece.chunk.chunk_id))
         if self.chain_end > self.prefix_end:
             donor = self.content.chain.keys[-1]
             spans.append(Span(self.prefix_end, self.chain_end, Origin.APPROXIMATE, CHAIN_REASON, donor))
         for piece in self.moved_pieces:
             reason = f"moved by {piece.shift:+d} positions" if piece.shift else "behind other text"
+            reason = _with_way(reason, piece)
             spans += _approximate(piece.start, piece.end, piece.chunk.chunk_id, reason, again)
         return tuple(self._with_live(spans))
 
@@ -217,6 +219,14 @@ class PlanPart(NamedTuple):
 def cut_pieces(pieces: Sequence[ChunkMatch], start: int, end: int) -> list[ChunkMatch]:
     """The parts of `pieces` that lie in `[start, end)`."""
     return [part for piece in pieces if (part := piece.within(start, end)) is not None]
+
+
+def _with_way(reason: str, piece: ChunkMatch) -> str:
+    """The reason, with how its KV came here where that was for this request."""
+    if not piece.chunk.is_news:
+        return reason
+    way = f"{REMOTE}, {piece.chunk.fetched_ms:.0f} ms"
+    return f"{reason}, {way}" if reason else way
 
 
 def _approximate(start: int, end: int, donor: str, reason: str, again: np.ndarray) -> Iterator[Span]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvboost.identity.namespace import Namespace
+from kvboost.remote.cache import RemoteCache
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request
 from kvboost.reuse.chunk_loader import ChunkLoader
@@ -45,12 +46,14 @@ class Recorder:
         writer: ChunkWriter,
         loader: ChunkLoader,
         reader: PromptReader,
+        remote: RemoteCache | None = None,
     ) -> None:
         self._settings = settings
         self._manager = manager
         self._writer = writer
         self._loader = loader
         self._reader = reader
+        self._remote = remote
 
     def store(
         self,
@@ -77,6 +80,9 @@ class Recorder:
             report = self._writer.keep_approximate(ids, kv, namespace, plan, recomputed)
         if not report.is_refused and not is_piece:
             self._loader.save_soon()
+        if self._remote is not None and not report.is_refused and not position_offset:
+            reused = [piece.chunk.chunk_id for piece in plan.pieces] if plan is not None else []
+            self._remote.offer(report.stored_keys, reused, namespace)
         return report
 
     def store_answer(

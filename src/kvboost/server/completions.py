@@ -96,6 +96,7 @@ async def _complete(
     settings = service.settings
     body, drafts = await service.read(request, caller, partial(_read, service, caller, kind))
     note.user = body.user
+    await unless_gone(request.receive, service.look_ahead([each for each, _ in drafts]))
     answering = Answering(service, body, drafts, caller)
     writer = writer_kind(
         settings.model_name,

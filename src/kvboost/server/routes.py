@@ -93,6 +93,7 @@ async def warm(request: Request, service: TheService, caller: AnyCaller, note: T
     requests, plan, field = await _with_prompt(request, service, caller, read, WarmRequest)
     found = WarmBody(prompt_tokens=0, cached_tokens=0, ms=0.0)
     for each in requests:  # one after the other: the next one finds what they have in common
+        await unless_gone(request.receive, service.look_ahead([each]))
         ticket = service.submit(each, caller, param=field, answers=False)
         await unless_gone(request.receive, _through(ticket))
         found.prompt_tokens += ticket.result.prompt_tokens

@@ -9,7 +9,7 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -107,6 +107,11 @@ class Service:
         with self.readers.reading(caller.name, settings.read_timeout_s) as reading:
             raw = await read_body(request, settings.max_request_bytes, reading)
             return await unless_gone(request.receive, reading.run(partial(work, raw, reading)))
+
+    async def look_ahead(self, requests: Sequence[Request]) -> None:
+        """Fetch what other machines have read of prompts before they are queued: the batch does not wait."""
+        if self.engine.core.parts.remote is not None:
+            await to_thread.run_sync(self.engine.core.look_ahead, requests, abandon_on_cancel=True)
 
     def reuse_of(self, body: Reuse) -> dict[str, Any]:
         """What a request may reuse, as arguments: as it asks, or as the server does."""

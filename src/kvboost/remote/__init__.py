@@ -1,0 +1,1 @@
+"""A store that several machines share: records in Redis or S3, behind RAM and disk."""
