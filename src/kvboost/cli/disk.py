@@ -242,7 +242,7 @@ def stats_table(summary: dict[str, Any]) -> Table:
         ("saved", summary["saved_at"] or "unknown"),
         ("chunks", f"{summary['chunks']:,}"),
         ("tokens", f"{summary['tokens']:,}"),
-        ("KV", f"{_size(summary['kv_bytes'])} in RAM, {_size(summary['disk_bytes'])} on disk"),
+        ("KV", f"{size_in_words(summary['kv_bytes'])} in RAM, {size_in_words(summary['disk_bytes'])} on disk"),
         ("stored as", _bits_in_words(summary["kv_cache_bits"])),
         ("namespaces", f"{summary['namespaces']:,} (one per salt and offset)"),
     ):
@@ -257,7 +257,8 @@ def stats_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _size(size_bytes: int) -> str:
+def size_in_words(size_bytes: int) -> str:
+    """A number of bytes with its unit."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB")):
         if size_bytes >= factor:
             return f"{size_bytes / factor:,.1f} {unit}"

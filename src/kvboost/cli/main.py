@@ -17,6 +17,7 @@ from kvboost.cli.disk import disk, stats
 from kvboost.cli.evaluate import evaluate
 from kvboost.cli.explain import explain
 from kvboost.cli.generate import generate
+from kvboost.cli.remote import remote
 from kvboost.cli.serve import serve
 from kvboost.cli.verify import verify
 from kvboost.cli.warm import warm
@@ -62,6 +63,7 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     kvboost stats --cache DIR                     see what is kept
     kvboost explain builtin PROMPT --cache DIR    what would be reused, and why not the rest
     kvboost disk check DIR                        check over what --disk-cache-dir keeps
+    kvboost remote stats redis://HOST             see what machines share behind --remote-cache
     kvboost verify builtin                        prove that what is reused is right
     kvboost calibrate builtin                     measure the error of approximate reuse
     kvboost evaluate questions.jsonl              your own questions: which mode and ratio to use
@@ -71,5 +73,18 @@ def main(debug: bool) -> None:  # debug is read from the context, where errors a
     """
 
 
-for command in (demo, generate, warm, serve, explain, stats, calibrate, evaluate, verify, disk, bench):
+for command in (
+    demo,
+    generate,
+    warm,
+    serve,
+    explain,
+    stats,
+    calibrate,
+    evaluate,
+    verify,
+    disk,
+    remote,
+    bench,
+):
     main.add_command(command)

@@ -184,7 +184,7 @@ class EngineCore:
             return explain_spans(spans, ids.tolist(), parts.tokenizer.decode, lambda _key: None, None)
         plan = parts.assembler.plan(parts.lookup(request))
         note = plan.refusal or (plan.repair.choice(plan) if plan.repair is not None else "")
-        return explain_plan(plan, ids.tolist(), parts.tokenizer.decode, note)
+        return explain_plan(plan, ids.tolist(), parts.tokenizer.decode, note, parts.seen_elsewhere(request))
 
 
 def _log_made(parts: EngineParts) -> None:

@@ -63,7 +63,7 @@ class Warmer:
         if position_offset:
             namespace = namespace.at_offset(position_offset)
         elif parts.remote is not None:
-            parts.remote.look_ahead(ids, namespace, end, anywhere=False)
+            parts.remote.look_ahead(ids, namespace, end, False)
         arena, already, _ = parts.workspace.take(max(end, 1), namespace.key, ids)
         plan = parts.loader.place(Lookup(ids, namespace, end), arena, already)
         with decode.running(parts.model, fast=not parts.bit_exact, was_read=True):

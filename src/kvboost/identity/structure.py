@@ -21,6 +21,7 @@ from kvboost.compat import comparable
 
 _ADAPTER_FIELDS = ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
+_ORIGIN_CONFIG = ("_commit_hash",)  # where the same weights came from; None for those of a folder
 _KNOWN_PACKAGES = ("kvboost", "transformers", "accelerate")  # whose hooks and forwards change no numbers
 _values = operator.methodcaller("values")
 _training = operator.itemgetter("training")
@@ -40,7 +41,7 @@ class ModelStructure:
         self.dicts = [module.__dict__ for _, module in named]
         self.kinds = [type(module) for _, module in named]
         self.classes = tuple(
-            f"{name}: {kind.__module__}.{kind.__qualname__}"
+            f"{name}: {_package_of(kind)}.{kind.__qualname__}"
             for (name, _), kind in zip(named, self.kinds, strict=True)
         )
         self._root = weakref.ref(model)
@@ -88,6 +89,16 @@ class ModelStructure:
         return list(chain.from_iterable(map(_values, self.tensor_dicts)))
 
 
+def _package_of(kind: type) -> str:
+    """Its module; a model's own code lies under a name made of the folder that it was loaded from."""
+    path = kind.__module__
+    return (
+        f"transformers_modules.{path.rpartition('.')[2]}"
+        if path.startswith("transformers_modules.")
+        else path
+    )
+
+
 def _changes_with_length(module: torch.nn.Module, name: str) -> bool:
     """Whether it holds rope frequencies that the model's own forward sets by the length of its input."""
     kind = str(getattr(module, "rope_type", ""))
@@ -112,15 +123,24 @@ def _config_of(model: Any) -> list[tuple[str, dict[str, Any]]]:
     parts = [each for each in vars(config).values() if hasattr(each, "to_dict") and hasattr(each, "__dict__")]
     for each in (config, *parts):
         fields = {
-            name: type(value).__name__ if hasattr(value, "to_dict") else comparable(value)
+            name: type(value).__name__ if hasattr(value, "to_dict") else _lasting(comparable(value))
             for name, value in vars(each).items()
             if name not in _VOLATILE_CONFIG
         }
+        fields |= {name: None for name in _ORIGIN_CONFIG if name in fields}
         attention = "_attn_implementation"
         internal = f"{attention}_internal"
         fields[internal if internal in fields else attention] = own_name(getattr(each, attention, None))
         found.append((type(each).__name__, fields))
     return found
+
+
+def _lasting(value: Any) -> Any:
+    """A value of a config without what differs from machine to machine, at every depth."""
+    if isinstance(value, dict):
+        dropped = (*_VOLATILE_CONFIG, *_ORIGIN_CONFIG, "name_or_path", "base_model_name_or_path")
+        return {name: _lasting(each) for name, each in value.items() if name not in dropped}
+    return [_lasting(each) for each in value] if isinstance(value, list) else value
 
 
 def _numerics() -> tuple[Any, ...]:

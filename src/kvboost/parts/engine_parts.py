@@ -9,6 +9,7 @@ import logging
 import weakref
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from kvboost.choices import AssemblyMode, GenerationMode
@@ -27,7 +28,7 @@ from kvboost.parts.model_fit import ModelFit, check_model
 from kvboost.proof import calibration
 from kvboost.proof.calibration import Calibration, bounds_text
 from kvboost.remote.byte_store import open_store
-from kvboost.remote.cache import RemoteCache
+from kvboost.remote.cache import RemoteCache, Seen
 from kvboost.requests.encoding import check_text
 from kvboost.requests.prompts import PromptReader
 from kvboost.requests.request import Request, RequestReader
@@ -161,18 +162,24 @@ class EngineParts:
 
     def look_ahead(self, request: Request) -> None:
         """Fetch what other machines have read of a prompt, before it is planned, as far as that pays."""
-        if self.remote is None or request.looked_ahead or request.mode is GenerationMode.BASELINE:
-            return
-        request.looked_ahead = True
-        if self.why_plain(request):
-            return
-        lookup = self.lookup(request)._replace(namespace=self.fit.namespace(request.namespace.salt))
-        anywhere = (
-            lookup.mode is AssemblyMode.CHUNK_REUSE
-            and self.approximation.rotation is not None
-            and not lookup.refusal
-        )
-        self.remote.look_ahead(lookup.token_ids, lookup.namespace, lookup.limit, anywhere=anywhere)
+        if self.remote is not None and not request.looked_ahead and self._may_be_remote(request):
+            request.looked_ahead = True
+            self.remote.look_ahead(*self._asked_for(request))
+
+    def seen_elsewhere(self, request: Request) -> Seen | None:
+        """What `look_ahead` would fetch."""
+        is_asked = self.remote is not None and self._may_be_remote(request)
+        return self.remote.look(*self._asked_for(request)) if self.remote is not None and is_asked else None
+
+    def _may_be_remote(self, request: Request) -> bool:
+        return request.mode is not GenerationMode.BASELINE and not self.why_plain(request)
+
+    def _asked_for(self, request: Request) -> tuple[np.ndarray, Namespace, int, bool]:
+        """Ids, namespace, how many of them may be reused, and whether text that moved may be."""
+        lookup = self.lookup(request)
+        can_move = lookup.mode is AssemblyMode.CHUNK_REUSE and self.approximation.rotation is not None
+        namespace = self.fit.namespace(request.namespace.salt)  # that of the request may not be read yet
+        return lookup.token_ids, namespace, lookup.limit, can_move and not lookup.refusal
 
     # --- questions ---------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from kvboost.remote.writer import RemoteWriter
 from kvboost.store.manager import KVCacheManager
 
 _SHARE = 0.5  # of the prefill that it may save, a request waits at most so long
-_LEAST_S, _MOST_S = 0.05, 10.0
+_LEAST_S, _MOST_S = 0.1, 10.0
 _AHEAD = 6  # records that are being read or wait to be stored
 _DRAIN_S = 30.0
 NOT_THERE = "never stored"
@@ -83,13 +83,13 @@ class RemoteCache:
 
     # --- reading -----------------------------------------------------------------------------
 
-    def look_ahead(self, ids: np.ndarray, namespace: Namespace, limit: int, *, anywhere: bool) -> None:
+    def look_ahead(self, ids: np.ndarray, namespace: Namespace, limit: int, anywhere: bool) -> None:
         """Fetch what the shared store has of `ids` `[tokens]` and this process does not.
 
         Of the first `limit` tokens; with `anywhere`, also text that stands elsewhere in what was stored.
         Returns after a share of the time that computing them would take at the latest.
         """
-        asked = self._ask(ids, namespace, limit, anywhere=anywhere)
+        asked = self._ask(ids, namespace, limit, anywhere)
         if asked is None:
             return
         found, until = asked
@@ -99,9 +99,9 @@ class RemoteCache:
         if read:
             self.breaker.measured_read(read, time.monotonic() - started)
 
-    def look(self, ids: np.ndarray, namespace: Namespace, limit: int, *, anywhere: bool) -> Seen:
+    def look(self, ids: np.ndarray, namespace: Namespace, limit: int, anywhere: bool) -> Seen:
         """What `look_ahead` would fetch, without fetching it."""
-        asked = self._ask(ids, namespace, limit, anywhere=anywhere)
+        asked = self._ask(ids, namespace, limit, anywhere)
         if asked is None:
             return Seen()
         found, until = asked
@@ -113,7 +113,7 @@ class RemoteCache:
         return Seen(min(exact[-1].end, limit) if exact else 0, ms, moved)
 
     def _ask(
-        self, ids: np.ndarray, namespace: Namespace, limit: int, *, anywhere: bool
+        self, ids: np.ndarray, namespace: Namespace, limit: int, anywhere: bool
     ) -> tuple[Found, float] | None:
         """What the store has, and until when it may be waited for; None where it is not asked."""
         if self._is_closed or namespace.gated or os.getpid() != self._pid:
@@ -129,7 +129,7 @@ class RemoteCache:
         cuts = self._cuts(ids)
         digests = chain_digests(ids, cuts, namespace.key)
         known = self._manager.known_chain(digests, namespace)
-        keys = RemoteKeys(namespace.salt, namespace.family)
+        keys = RemoteKeys.of(namespace)
         every = self.store.sample_every if anywhere else None
         question = Question(keys, ids, cuts, digests, namespace.key, known, limit, every)
         started = time.monotonic()
@@ -188,7 +188,7 @@ class RemoteCache:
 
     def _fetch(self, wanted: Sequence[Wanted], namespace: Namespace, until: float, started: float) -> int:
         """Read records and put them into the chunk store, in order; returns the bytes read."""
-        keys = RemoteKeys(namespace.salt, namespace.family)
+        keys = RemoteKeys.of(namespace)
         waiting = [(each, partial(self._read, each, keys.record(each.digest))) for each in wanted]
         running: list[tuple[Wanted, Future[Any]]] = []
         places: dict[str, str] = {}  # by the digest of a chunk: its key here

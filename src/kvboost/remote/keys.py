@@ -10,6 +10,11 @@ import hmac
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+import transformers
+
+from kvboost.identity.namespace import Namespace
+
 VERSION = 1
 _TENANT_HEX = 32
 _NAME_HEX = 40
@@ -21,6 +26,11 @@ class RemoteKeys:
 
     salt: str
     family: str
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> RemoteKeys:
+        """The names of a namespace: machines with other versions of torch or transformers have others."""
+        return cls(namespace.salt, f"{namespace.family} {_versions()}")
 
     @property
     def prefix(self) -> str:
@@ -47,6 +57,13 @@ class RemoteKeys:
 def part(record: str, number: int) -> str:
     """The name of one part of a record."""
     return f"{record}:{number}"
+
+
+@lru_cache(maxsize=1)
+def _versions() -> str:
+    """Releases that may compute other numbers from the same weights."""
+    found = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return " ".join(f"{name} {'.'.join(text.split('.')[:2])}" for name, text in found.items())
 
 
 @lru_cache(maxsize=1024)

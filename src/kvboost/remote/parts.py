@@ -93,6 +93,16 @@ def read_start(start: Buffer | bytes | None, name: str) -> PartHeader | None:
     return PartHeader(number, count, body, total, owner, writer) if fits else None
 
 
+def key_in(value: Buffer | bytes, name: str) -> str | None:
+    """The key that the record `name` gives itself, from its whole part 0; None where it cannot be read."""
+    view = memoryview(value)
+    if read_start(view, name) is None:
+        return None
+    body = view[HEADER_BYTES:]
+    header = serde.read_header(body[: serde.header_size(body[:64].tobytes())].tobytes())
+    return header.key if header is not None else None
+
+
 def join(parts: Sequence[Buffer | bytes | None], name: str, key: str) -> Joined | str:
     """The record `key` from the values of all its parts; the reason where it cannot be had.
 

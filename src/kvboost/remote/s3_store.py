@@ -8,6 +8,7 @@ are asked for at once. What goes and when is a matter of the bucket's lifecycle 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -82,33 +83,41 @@ class S3Store(ByteStore):
     def _path(name: str) -> str:
         return name.replace(":", "/")
 
-    def _all(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T | None]:
-        """What several calls give, made at once; None where there is no such object."""
+    def _all(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        """What several calls give, made at once."""
         if not calls:
             return []
         self.num_trips += 1
         try:
             return self._loop.run(calls)
+        except FileNotFoundError as error:  # of reading, that is a miss; of anything else, there is no bucket
+            raise StoreError(FAILED, str(error)) from error
         except exceptions.BaseError as error:
             raise _store_error(error) from error
         except (TimeoutError, OSError) as error:
             raise StoreError(TIMEOUT, str(error)) from error
 
     def peek(self, names: Sequence[str], size: int) -> list[bytes | None]:
-        def call(name: str) -> Callable[[], Awaitable[bytes]]:
-            async def get() -> bytes:
-                found = await obstore.get_range_async(self._bucket, self._path(name), start=0, length=size)
-                return bytes(found)
+        def call(name: str) -> Callable[[], Awaitable[bytes | None]]:
+            async def get() -> bytes | None:
+                try:
+                    what = self._bucket, self._path(name)
+                    return bytes(await obstore.get_range_async(*what, start=0, length=size))
+                except FileNotFoundError:
+                    return None
 
             return get
 
         return self._all([call(name) for name in names])
 
     def read(self, names: Sequence[str]) -> list[Value | None]:
-        def call(name: str) -> Callable[[], Awaitable[Value]]:
-            async def get() -> Value:
-                found = await obstore.get_async(self._bucket, self._path(name))
-                return memoryview(await found.bytes_async())
+        def call(name: str) -> Callable[[], Awaitable[Value | None]]:
+            async def get() -> Value | None:
+                try:
+                    found = await obstore.get_async(self._bucket, self._path(name))
+                    return memoryview(await found.bytes_async())
+                except FileNotFoundError:
+                    return None
 
             return get
 
@@ -132,7 +141,8 @@ class S3Store(ByteStore):
     def delete(self, names: Sequence[str]) -> None:
         def call(name: str) -> Callable[[], Awaitable[None]]:
             async def delete() -> None:
-                await obstore.delete_async(self._bucket, self._path(name))
+                with contextlib.suppress(FileNotFoundError):
+                    await obstore.delete_async(self._bucket, self._path(name))
 
             return delete
 
@@ -163,15 +173,12 @@ class _Loop:
         self._pid = 0
         self._lock = threading.Lock()
 
-    def run(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T | None]:
-        async def one(call: Callable[[], Awaitable[T]], room: asyncio.Semaphore) -> T | None:
+    def run(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        async def one(call: Callable[[], Awaitable[T]], room: asyncio.Semaphore) -> T:
             async with room:
-                try:
-                    return await call()
-                except (exceptions.NotFoundError, FileNotFoundError):
-                    return None
+                return await call()
 
-        async def all_of_them() -> list[T | None]:
+        async def all_of_them() -> list[T]:
             room = asyncio.Semaphore(_AT_ONCE)
             return list(await asyncio.gather(*(one(call, room) for call in calls)))
 

@@ -148,7 +148,7 @@ class RemoteWriter:
             with self._lock:
                 self._dropped["evicted before"] += len(taken) - len(held)
                 self._dropped["too short"] += len(held) - len(worth)
-            named = [(each, _keys_of(taken[each.chunk.chunk_id])) for each in worth]
+            named = [(each, RemoteKeys.of(taken[each.chunk.chunk_id])) for each in worth]
             names = [keys.record(each.chunk.chunk_id) for each, keys in named]
             ours = self._store.claim([part(name, 0) for name in names])
             for (each, keys), name, is_ours in zip(named, names, ours, strict=True):
@@ -217,7 +217,3 @@ class RemoteWriter:
         self._closing.set()
         self._wake.set()
         self._thread.join(1.0)
-
-
-def _keys_of(namespace: Namespace) -> RemoteKeys:
-    return RemoteKeys(namespace.salt, namespace.family)

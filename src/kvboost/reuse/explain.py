@@ -6,13 +6,14 @@ Made from a look-up that changes nothing. Knows the words, not how they are show
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvboost import html_view
 from kvboost.choices import Origin
 from kvboost.models import Span
-from kvboost.reuse.plan import ReusePlan
+from kvboost.remote.cache import Seen
+from kvboost.reuse.plan import REMOTE, ReusePlan
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,22 @@ def _beginning(text: str, longest: int = 60) -> str:
 
 
 def explain_plan(
-    plan: ReusePlan, token_ids: Sequence[int], decode: Callable[[list[int]], str], choice: str = ""
+    plan: ReusePlan,
+    token_ids: Sequence[int],
+    decode: Callable[[list[int]], str],
+    choice: str = "",
+    seen: Seen | None = None,
 ) -> Explanation:
-    """What `plan` would reuse of `token_ids`, in words. `choice` is the sentence on approximate reuse."""
+    """What `plan` would reuse of `token_ids`, in words. `choice` is the sentence on approximate reuse.
+
+    `seen` is what a store that several machines share has of them.
+    """
+    spans = plan.spans()
+    if seen is not None:
+        spans = _with_remote(spans, plan.prefix_end, seen)
+        if seen.moved_tokens:
+            moved = f"the shared store has up to {seen.moved_tokens} tokens of text that moved"
+            choice = f"{choice}; {moved}" if choice else moved
     donors = {piece.chunk.chunk_id: piece.chunk for piece in [*plan.pieces, *plan.moved_pieces]}
 
     def donor_of(key: str) -> tuple[tuple[int, int], int, bool] | None:
@@ -103,7 +117,17 @@ def explain_plan(
         positions = (chunk.position_start, chunk.position_end)
         return positions, chunk.access_count, not chunk.kv.is_loaded
 
-    return explain_spans(plan.spans(), token_ids, decode, donor_of, plan.match.divergence, choice)
+    return explain_spans(spans, token_ids, decode, donor_of, plan.match.divergence, choice)
+
+
+def _with_remote(spans: Sequence[Span], known: int, seen: Seen) -> tuple[Span, ...]:
+    """The spans, with what another machine has read between `known` and `seen.end` as exact."""
+    if seen.end <= known:
+        return tuple(spans)
+    fetched = Span(known, seen.end, Origin.EXACT, f"{REMOTE}, about {seen.ms:.0f} ms")
+    before = [span for span in spans if span.end <= known]
+    behind = [replace(span, start=max(span.start, seen.end)) for span in spans if span.end > seen.end]
+    return (*before, fetched, *behind)
 
 
 def explain_spans(

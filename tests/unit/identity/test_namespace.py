@@ -240,3 +240,21 @@ def test_offsets_have_namespaces_of_their_own() -> None:
     assert moved.key not in (plain.key, plain.at_offset(6).key)
     assert moved == plain.at_offset(5)
     assert (moved.family, moved.salt) == ("family", "salt")
+
+
+def test_what_differs_from_machine_to_machine_does_not_count(make_llama: MakeLlama) -> None:
+    """Folders, commits and library versions in the config, at any depth: machines share what they read."""
+    before = key_of(make_llama())
+    for number in range(2):
+        model = make_llama()
+        model.config._name_or_path = f"/home/{number}/model"
+        model.config._commit_hash = f"{number}" * 40
+        model.config.transformers_version = f"5.{number}"
+        model.config.of_a_part = {"a": [{"_name_or_path": f"/{number}", "transformers_version": f"{number}"}]}
+        assert key_of(model) == key_of(model)
+        found = key_of(model)
+        model.config.of_a_part["a"][0]["size"] = 3
+        assert key_of(model) != found
+        if number == 0:
+            first = found
+    assert found == first != before
