@@ -60,7 +60,8 @@ class RedisStore(ByteStore):
             if self._is_cluster:
                 # The first question opens the connections: a cluster that is down now may come back.
                 self._url = f"{scheme.removesuffix('+cluster')}://{rest}"
-                self._options = {**options, "cluster_error_retry_attempts": 3}
+                # Slots that have moved are looked for again, a few times.
+                self._options = {**options, "retry": Retry(NoBackoff(), 3)}
                 self._made: Any = None
             else:
                 retry = Retry(NoBackoff(), 1)  # once: a connection that was closed meanwhile
