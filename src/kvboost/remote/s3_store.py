@@ -188,7 +188,7 @@ class _Loop:
         with self._lock:
             if self._loop is None or self._pid != os.getpid():  # threads stay with the parent of a fork
                 self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
-                threading.Thread(target=self._loop.run_forever, name="kvboost-s3", daemon=True).start()
+                threading.Thread(target=_serve, args=(self._loop,), name="kvboost-s3", daemon=True).start()
             return self._loop
 
     def close(self) -> None:
@@ -196,6 +196,13 @@ class _Loop:
             if self._loop is not None and self._pid == os.getpid():
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _store_error(error: Exception) -> StoreError:
