@@ -6,6 +6,7 @@ tokens and this code, but not the salt, can name nothing. Knows digests, no stor
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,7 +52,7 @@ class RemoteKeys:
 
     def _name(self, what: str, value: bytes) -> str:
         message = b"\0".join([what.encode(), self.family.encode(), value])
-        return hmac.digest(self.salt.encode(), message, "sha256").hex()[:_NAME_HEX]
+        return hmac.digest(_secret(self.salt), message, "sha256").hex()[:_NAME_HEX]
 
 
 def part(record: str, number: int) -> str:
@@ -66,8 +67,13 @@ def _versions() -> str:
     return " ".join(f"{name} {'.'.join(text.split('.')[:2])}" for name, text in found.items())
 
 
+def _secret(salt: str) -> bytes:
+    """The key of a salt. As it stands, a salt would have the HMACs of the same one with a zero behind it."""
+    return hashlib.sha256(salt.encode()).digest()
+
+
 @lru_cache(maxsize=1024)
 def tenant_prefix(salt: str) -> str:
     """What all names of a salt begin with; for rules of access (`~prefix*` in a Redis ACL)."""
-    tenant = hmac.digest(salt.encode(), b"tenant", "sha256").hex()[:_TENANT_HEX]
+    tenant = hmac.digest(_secret(salt), b"tenant", "sha256").hex()[:_TENANT_HEX]
     return f"kvb:{VERSION}:{tenant}:"
