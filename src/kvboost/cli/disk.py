@@ -242,7 +242,10 @@ def stats_table(summary: dict[str, Any]) -> Table:
         ("saved", summary["saved_at"] or "unknown"),
         ("chunks", f"{summary['chunks']:,}"),
         ("tokens", f"{summary['tokens']:,}"),
-        ("KV", f"{size_in_words(summary['kv_bytes'])} in RAM, {size_in_words(summary['disk_bytes'])} on disk"),
+        (
+            "KV",
+            f"{size_in_words(summary['kv_bytes'])} in RAM, {size_in_words(summary['disk_bytes'])} on disk",
+        ),
         ("stored as", _bits_in_words(summary["kv_cache_bits"])),
         ("namespaces", f"{summary['namespaces']:,} (one per salt and offset)"),
     ):

@@ -132,9 +132,9 @@ def tenants_table(tenants: list[dict[str, Any]]) -> Table:
 def check(address: str, cache_salt: str | None, delete: bool, as_json: bool) -> None:
     """Read every record in the store at ADDRESS and compare it with its checksums.
 
-    Records of which the store has evicted a part, and places (windows, tails) that point to records which
-    are gone, are counted: they are misses, no damage. Exit status 0: nothing is damaged; 3: something is
-    (and with --delete it is deleted).
+    Records of which the store has evicted a part (incomplete) and places (windows, tails) that point to
+    records which are gone (lost) are counted, too: they are misses, no damage. Exit status 0: nothing is
+    damaged; 3: something is (and with --delete it is deleted).
     """
     from kvboost.remote import inventory
 
@@ -153,15 +153,17 @@ def check(address: str, cache_salt: str | None, delete: bool, as_json: bool) -> 
         click.echo(json.dumps(found))
     else:
         Console(highlight=False, soft_wrap=True).print(check_table(found))
+        if delete:
+            click.echo(f"{sum(one['deleted'] for one in found):,} names deleted")
     if any(one["damaged"] for one in found):
         raise click.exceptions.Exit(_DAMAGED)
 
 
 def check_table(found: list[dict[str, Any]]) -> Table:
     """A row per tenant."""
-    columns = ("good", "tokens", "damaged", "missing_parts", "writing", "places", "lost_places", "deleted")
-    labels = {"missing_parts": "parts missing", "writing": "being written", "lost_places": "point nowhere"}
-    table = simple_table("tenant", *(labels.get(name, name) for name in columns))
+    columns = ("good", "tokens", "damaged", "missing_parts", "writing", "places", "lost_places")
+    labels = ("good", "tokens", "damaged", "incomplete", "in writing", "places", "lost")
+    table = simple_table("tenant", *labels)
     for one in found:
         cells = [f"{one[name]:,}" for name in columns]
         if one["damaged"]:
@@ -220,7 +222,8 @@ def _prefix(salt: str | None) -> str:
 def _progress(label: str) -> Iterator[Show]:
     """A bar on a terminal, gone when the work is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(label, total=None)
 
         def show(done: int, total: int | None) -> None:
