@@ -60,11 +60,24 @@ def options_of(settings: type[Any]) -> Iterator[Option]:
             yield Option(name=each.name, default=each.default, **each.metadata)
 
 
+def without_password(address: str) -> str:
+    """The address of a shared store as it can be shown, even if its password is not escaped as it must be."""
+    scheme, mark, rest = address.partition("://")
+    if not mark:
+        return f"{address.rpartition('@')[2].partition('?')[0]}"
+    if scheme == "s3":
+        bucket, slash, path = rest.partition("?")[0].partition("/")
+        return f"s3://{bucket.rpartition('@')[2]}{slash}{path}"
+    if "?" in rest.rpartition("@")[0]:  # what stands behind the last @ may be a piece of a password
+        return f"{scheme}://..."
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+
+
 def check_remote_address(address: object) -> str:
     """The address of a shared store, if it is one. What is said of another shows no password."""
     if not isinstance(address, str) or address.partition("://")[0] not in REMOTE_SCHEMES:
         words = ", ".join(f"{each}://" for each in REMOTE_SCHEMES)
-        shown = address.rpartition("@")[2] if isinstance(address, str) else repr(address)
+        shown = without_password(address) if isinstance(address, str) else repr(address)
         raise InvalidRequestError(f"remote_cache must be an address that begins with {words}; got {shown}")
     return address
 
@@ -170,6 +183,7 @@ class EngineSettings:
     )
     remote_cache: str | None = field(
         default=None,
+        repr=False,  # there may be a password in it
         metadata=about(
             "cache",
             "Store that several machines share: redis://host:6379, rediss://, unix://, redis+cluster://, or "

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvboost.disk.serde import Buffer
 from kvboost.errors import KVBoostError
@@ -88,10 +87,3 @@ def open_store(address: str) -> ByteStore:
     from kvboost.remote.redis_store import RedisStore
 
     return RedisStore(address)
-
-
-def without_password(address: str) -> str:
-    """An address that can be shown."""
-    parts = urlsplit(address)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"

@@ -21,14 +21,15 @@ from kvboost.remote.byte_store import (
     ByteStore,
     StoreError,
     Value,
-    without_password,
 )
+from kvboost.settings import without_password
 
 try:
     import redis
     from redis import exceptions
     from redis.backoff import NoBackoff
     from redis.cluster import RedisCluster
+    from redis.connection import parse_url
     from redis.retry import Retry
 except ImportError as error:
     raise InvalidRequestError(
@@ -60,14 +61,18 @@ class RedisStore(ByteStore):
             if self._is_cluster:
                 # The first question opens the connections: a cluster that is down now may come back.
                 self._url = f"{scheme.removesuffix('+cluster')}://{rest}"
+                parse_url(self._url)
                 # Slots that have moved are looked for again, a few times.
                 self._options = {**options, "retry": Retry(NoBackoff(), 3)}
                 self._made: Any = None
             else:
                 retry = Retry(NoBackoff(), 1)  # once: a connection that was closed meanwhile
                 self._made = redis.Redis.from_url(address, retry=retry, **options)
-        except (ValueError, exceptions.RedisError) as error:
-            raise InvalidRequestError(f"remote_cache={self.name!r}: {error}") from error
+        except (ValueError, exceptions.RedisError):  # what they say may quote a password
+            raise InvalidRequestError(
+                f"remote_cache={self.name!r} cannot be read: redis://user:password@host:port/db?option=value "
+                "is expected, with %2F and so on for what is no letter or digit in user and password"
+            ) from None
 
     @property
     def _client(self) -> Any:

@@ -26,8 +26,8 @@ from kvboost.remote.byte_store import (
     ByteStore,
     StoreError,
     Value,
-    without_password,
 )
+from kvboost.settings import without_password
 
 try:
     import obstore
