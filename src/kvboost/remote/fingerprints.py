@@ -16,10 +16,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from kvboost.store.content_index import WINDOW_TOKENS, window_hashes
 
-_PLACE = struct.Struct("<4s32s32siII")
+_PLACE = struct.Struct("<4s32s32siII")  # and a checksum behind it, as behind the next
 _MAGIC = b"KVBW"
 _TAIL = struct.Struct("<4s32sI8s")
 _TAIL_MAGIC = b"KVBT"
+_DIGEST_BYTES = 8
 _TAIL_CHECKED = 16  # tokens of a tail that are compared before it is read
 
 
@@ -63,13 +64,13 @@ class WindowPlace(NamedTuple):
 
     def to_bytes(self) -> bytes:
         pair = bytes.fromhex(self.digest), bytes.fromhex(self.parent)
-        return _PLACE.pack(_MAGIC, *pair, self.offset, self.tokens, self.parent_tokens)
+        return _sealed(_PLACE.pack(_MAGIC, *pair, self.offset, self.tokens, self.parent_tokens))
 
     @classmethod
     def from_bytes(cls, value: bytes | None) -> WindowPlace | None:
-        if value is None or len(value) != _PLACE.size:
+        if (whole := _unsealed(value, _PLACE)) is None:
             return None
-        magic, digest, parent, offset, tokens, before = _PLACE.unpack(value)
+        magic, digest, parent, offset, tokens, before = _PLACE.unpack(whole)
         is_one = magic == _MAGIC and -WINDOW_TOKENS < offset <= tokens - WINDOW_TOKENS
         return cls(digest.hex(), parent.hex(), offset, tokens, before) if is_one else None
 
@@ -91,14 +92,25 @@ class TailPlace(NamedTuple):
         return len(ids) >= size and _start_of(ids[:size]) == self.start
 
     def to_bytes(self) -> bytes:
-        return _TAIL.pack(_TAIL_MAGIC, bytes.fromhex(self.digest), self.tokens, self.start)
+        return _sealed(_TAIL.pack(_TAIL_MAGIC, bytes.fromhex(self.digest), self.tokens, self.start))
 
     @classmethod
     def from_bytes(cls, value: bytes | None) -> TailPlace | None:
-        if value is None or len(value) != _TAIL.size:
+        if (whole := _unsealed(value, _TAIL)) is None:
             return None
-        magic, digest, tokens, start = _TAIL.unpack(value)
+        magic, digest, tokens, start = _TAIL.unpack(whole)
         return cls(digest.hex(), tokens, start) if magic == _TAIL_MAGIC and tokens else None
+
+
+def _sealed(value: bytes) -> bytes:
+    return value + bytes(xxhash.xxh3_64_digest(value))
+
+
+def _unsealed(value: bytes | None, form: struct.Struct) -> bytes | None:
+    """What was sealed, if it has that form; None where it is damaged. It says how much is to be read."""
+    if value is None or len(value) != form.size + _DIGEST_BYTES:
+        return None
+    return value[: form.size] if _sealed(value[: form.size]) == value else None
 
 
 def _start_of(ids: np.ndarray) -> bytes:

@@ -25,7 +25,9 @@ MAX_BODY = 4 << 20
 CORRUPT = "corrupt"
 GONE = "evicted"
 TORN = "parts of two writers"
-_FIELDS = struct.Struct("<8sIIIIQQ16s8s")  # magic, version, number, count, 0, body, record, owner, writer
+# magic, checksum of what follows up to the writer, version, number, count, body, record, owner, writer
+_FIELDS = struct.Struct("<8sIIIIQQ16s8s")
+_CHECKED = struct.Struct("<IIIQQ16s8s")
 _DIGEST_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
 
@@ -62,7 +64,8 @@ def split(record: Record, name: str) -> list[list[Buffer]]:
     parts = []
     for number, buffers in enumerate(pieces):
         size = sum(each.nbytes for each in buffers)
-        fields = _FIELDS.pack(MAGIC, VERSION, number, count, 0, size, total, owner_of(name), writer)
+        checked = _CHECKED.pack(VERSION, number, count, size, total, owner_of(name), writer)
+        fields = MAGIC + struct.pack("<I", xxhash.xxh32_intdigest(checked)) + checked
         parts.append([memoryview(fields + _checksum(fields, buffers)), *buffers])
     return parts
 
@@ -85,11 +88,15 @@ def _cut(buffers: Sequence[Buffer], size: int) -> Iterator[list[Buffer]]:
 
 
 def read_start(start: Buffer | bytes | None, name: str) -> PartHeader | None:
-    """The header in the first bytes of a part of the record `name`; None where there is none."""
+    """The header in the first bytes of a part of the record `name`; None where there is none.
+
+    It has a checksum of its own: how much is to be read is believed before the rest is there.
+    """
     if start is None or len(start) < HEADER_BYTES:
         return None
-    magic, version, number, count, _, body, total, owner, writer = _FIELDS.unpack_from(start)
-    fits = magic == MAGIC and version == VERSION and owner == owner_of(name) and number < count
+    magic, digest, version, number, count, body, total, owner, writer = _FIELDS.unpack_from(start)
+    is_whole = xxhash.xxh32_intdigest(bytes(start[_FIELDS.size - _CHECKED.size : _FIELDS.size])) == digest
+    fits = magic == MAGIC and version == VERSION and owner == owner_of(name) and number < count and is_whole
     return PartHeader(number, count, body, total, owner, writer) if fits else None
 
 
@@ -108,7 +115,7 @@ def join(parts: Sequence[Buffer | bytes | None], name: str, key: str) -> Joined 
 
     Every part is verified by its checksum, and the record by its own. The payload is copied once.
     """
-    if any(value is None for value in parts):
+    if not parts or any(value is None for value in parts):
         return GONE
     bodies, headers = [], []
     for number, value in enumerate(parts):
