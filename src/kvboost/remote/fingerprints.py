@@ -26,7 +26,7 @@ _TAIL_CHECKED = 16  # tokens of a tail that are compared before it is read
 
 def context_tokens(every: int) -> int:
     """How many tokens before a stretch must be known for its samples to be those of the whole text."""
-    return WINDOW_TOKENS - 1 + every - 1
+    return WINDOW_TOKENS - 1 + 2 * (every - 1)
 
 
 def sample(ids: np.ndarray, every: int) -> list[tuple[int, int]]:
@@ -42,25 +42,34 @@ def sample(ids: np.ndarray, every: int) -> list[tuple[int, int]]:
     return list(zip(chosen.tolist(), hashes[chosen].tolist(), strict=True))
 
 
-def samples_ending_in(before: np.ndarray, ids: np.ndarray, every: int) -> list[tuple[int, int]]:
-    """Sampled windows whose last token is one of `ids` `[tokens]`, which follow `before` `[n]`.
+def samples_known_with(before: np.ndarray, ids: np.ndarray, every: int) -> list[tuple[int, int]]:
+    """Windows of a text that are sampled once `ids` `[tokens]` follow `before` `[n]`, and not earlier.
 
-    Positions are those of a window's first token, counted from the first of `ids`.
+    Positions are those of a window's first token, counted from the first of `ids`. Some windows end before
+    it: that theirs is the smallest hash shows only when those behind them are known.
     """
     known = before[max(0, len(before) - context_tokens(every)) :]
+    earlier = {at for at, _ in sample(known, every)}
     found = sample(np.concatenate([known, ids]), every)
-    places = [(at - len(known), value) for at, value in found]
-    return [(at, value) for at, value in places if at + WINDOW_TOKENS > 0]
+    return [(at - len(known), value) for at, value in found if at not in earlier]
 
 
 class WindowPlace(NamedTuple):
-    """A window begins at token `offset` of the chunk `digest`, below 0 where it begins in the one before."""
+    """A window begins at token `offset` of the chunk `digest`, below 0 where it begins before it.
+
+    It may end before it, too; then it ends in the chunk `parent`.
+    """
 
     digest: str
     parent: str
     offset: int
     tokens: int  # of the chunk
     parent_tokens: int
+
+    @property
+    def is_in_parent(self) -> bool:
+        """Whether it ends before the chunk begins."""
+        return self.offset <= -WINDOW_TOKENS
 
     def to_bytes(self) -> bytes:
         pair = bytes.fromhex(self.digest), bytes.fromhex(self.parent)
@@ -71,7 +80,7 @@ class WindowPlace(NamedTuple):
         if (whole := _unsealed(value, _PLACE)) is None:
             return None
         magic, digest, parent, offset, tokens, before = _PLACE.unpack(whole)
-        is_one = magic == _MAGIC and -WINDOW_TOKENS < offset <= tokens - WINDOW_TOKENS
+        is_one = magic == _MAGIC and -WINDOW_TOKENS - before < offset <= tokens - WINDOW_TOKENS
         return cls(digest.hex(), parent.hex(), offset, tokens, before) if is_one else None
 
 

@@ -122,7 +122,8 @@ class Question:
             if place is None:
                 continue
             start = at - place.offset
-            hits[Wanted(place.digest, start, place.tokens, 0, place.parent)] += 1
+            if not place.is_in_parent:
+                hits[Wanted(place.digest, start, place.tokens, 0, place.parent)] += 1
             if place.offset < 0 and place.parent_tokens:
                 hits[Wanted(place.parent, start - place.parent_tokens, place.parent_tokens)] += 1
         covered = np.zeros(self._limit, dtype=bool)

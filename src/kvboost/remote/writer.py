@@ -174,9 +174,10 @@ class RemoteWriter:
         digest, parent = held.chunk.chunk_id, held.chunk.parent_hash
         tail = TailPlace.of(digest, held.ids).to_bytes()
         found = [(keys.tail(parent), [memoryview(tail)])]
-        for offset, value in fingerprints.samples_ending_in(held.before, held.ids, self._store.sample_every):
-            place = WindowPlace(digest, parent, offset, len(held.ids), held.parent_tokens)
-            found.append((keys.window(value), [memoryview(place.to_bytes())]))
+        for offset, value in fingerprints.samples_known_with(held.before, held.ids, self._store.sample_every):
+            raw = WindowPlace(digest, parent, offset, len(held.ids), held.parent_tokens).to_bytes()
+            if WindowPlace.from_bytes(raw) is not None:  # else it ends before the parent
+                found.append((keys.window(value), [memoryview(raw)]))
         return found
 
     # --- the rest ----------------------------------------------------------------------------
