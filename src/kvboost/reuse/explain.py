@@ -13,7 +13,7 @@ from kvboost import html_view
 from kvboost.choices import Origin
 from kvboost.models import Span
 from kvboost.remote.cache import Seen
-from kvboost.reuse.plan import REMOTE, ReusePlan
+from kvboost.reuse.plan import GENERATION_REASON, REMOTE, ReusePlan
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ def _with_remote(spans: Sequence[Span], known: int, seen: Seen) -> tuple[Span, .
     fetched = Span(known, seen.end, Origin.EXACT, f"{REMOTE}, about {seen.ms:.0f} ms")
     before = [span for span in spans if span.end <= known]
     behind = [replace(span, start=max(span.start, seen.end)) for span in spans if span.end > seen.end]
+    if len(behind) == 1 and behind[0].length == 1:
+        behind = [replace(behind[0], reason=GENERATION_REASON)]
     return (*before, fetched, *behind)
 
 
