@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ from kvboost.settings import EngineSettings
 from kvboost.store.chunking import ChunkRegistry, boundary_token_ids
 from kvboost.store.manager import KVCacheManager
 
+T = TypeVar("T")
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _FLOPS = {"cpu": 1e11, "cuda": 3e14}  # per second, until prefill was measured
 SURPRISE_REASON = "weights had changed unseen"
@@ -147,11 +150,11 @@ class EngineParts:
             open_store(self.settings.remote_cache),
             self.manager,
             self.codec,
-            cuts=self.writer.cuts,
-            prefill_s=self._prefill_seconds,
+            cuts=_weakly(self.writer.cuts),  # it must not keep the engine alive
+            prefill_s=_weakly(self._prefill_seconds),
             writes=self.settings.remote_write,
         )
-        weakref.finalize(self, remote.close)
+        weakref.finalize(self, remote.close_unowned)
         return remote
 
     def _prefill_seconds(self, tokens: int) -> float:
@@ -298,3 +301,15 @@ class EngineParts:
         if self.remote is not None:
             stats["remote"] = self.remote.stats()
         return stats
+
+
+def _weakly(method: Callable[[T], R]) -> Callable[[T], R]:
+    """A method of something that lives as long as it is called."""
+    found = weakref.WeakMethod(method)
+
+    def call(argument: T) -> R:
+        method = found()
+        assert method is not None, "called after its owner was gone"
+        return method(argument)
+
+    return call

@@ -8,6 +8,7 @@ lateness and damage are misses with a counted reason. Knows the chunk store and 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -287,6 +288,13 @@ class RemoteCache:
             "outages": self.breaker.num_opened,
             **self.writer.stats(),
         }
+
+    def close_unowned(self) -> None:
+        """Close it where its engine was collected as garbage: in any thread, the writer's own among them."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:  # closing waits for the writer, and nobody else could collect garbage meanwhile
+            threading.Thread(target=self.close, name="kvboost-closer", daemon=True).start()
 
     def close(self) -> None:
         """Write what is left, within bounds, and close the connections. It can be called twice."""
