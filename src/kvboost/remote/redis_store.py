@@ -61,7 +61,7 @@ class RedisStore(ByteStore):
             if self._is_cluster:
                 # The first question opens the connections: a cluster that is down now may come back.
                 self._url = f"{scheme.removesuffix('+cluster')}://{rest}"
-                parse_url(self._url)
+                parse_url(self._url)  # type: ignore[no-untyped-call]
                 # Slots that have moved are looked for again, a few times.
                 self._options = {**options, "retry": Retry(NoBackoff(), 3)}
                 self._made: Any = None
