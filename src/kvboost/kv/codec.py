@@ -9,6 +9,7 @@ and no tokens.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,12 @@ class KVCodec:
             and [(s.dtype, s.heads, s.head_dim) for s in self.layout.slabs]
             == [(s.dtype, s.heads, s.head_dim) for s in other.layout.slabs]
         )
+
+    @property
+    def form(self) -> str:
+        """The same for codecs that keep the same bytes, in every process."""
+        slabs = [(str(s.dtype), s.heads, s.head_dim) for s in self.layout.slabs]
+        return hashlib.sha256(repr((self.bits, slabs, self.layout.layers)).encode()).hexdigest()[:16]
 
     def bytes_for(self, tokens: int) -> int:
         """All bytes that are kept of `tokens` tokens."""

@@ -159,7 +159,7 @@ class EngineParts:
 
     def _prefill_seconds(self, tokens: int) -> float:
         """How long computing so many tokens takes, about: as measured so far, or as large models are."""
-        speed = self.manager.stats()["prefill_tokens_per_second"]
+        speed = self.manager.prefill_tokens_per_second
         rate = _FLOPS.get(self.layout.slabs[0].device.type, _FLOPS["cuda"])
         return float(tokens / speed if speed else tokens * self.fit.costs.flops_per_token / rate)
 

@@ -24,6 +24,7 @@ class Breaker:
         self._lock = fork_safe_lock()
         self._failures = 0
         self._next_trial = 0.0
+        self._is_slow = False  # somebody did not ask, since it would have taken too long
         self.trip_s = _FIRST_TRIP_S  # of a look-up
         self.bytes_per_s = _FIRST_RATE  # of reading
         self.reason = ""  # why it is open
@@ -35,13 +36,27 @@ class Breaker:
 
     @property
     def is_trial_due(self) -> bool:
-        """Half-open: one question, of nobody who waits."""
-        return self.is_open and time.monotonic() >= self._next_trial
+        """Half-open: one question, of nobody who waits. One that was slow is tried as one that was down."""
+        return (self.is_open or self._is_slow) and time.monotonic() >= self._next_trial
 
     def succeeded(self) -> None:
         with self._lock:
             self._failures = 0
             self.reason = ""
+
+    def was_too_slow(self) -> None:
+        """It was not asked, since that takes too long; whether it still does, a trial must tell."""
+        with self._lock:
+            self._is_slow = True
+
+    def tried(self, seconds: float) -> None:
+        """A trial succeeded and took so long. Look-ups may take longer, so a short one is believed by and by."""
+        with self._lock:
+            self._failures = 0
+            self.reason = ""
+            self._is_slow = False
+            self._next_trial = time.monotonic() + _TRIAL_S
+            self.trip_s = max(seconds, self.trip_s / 4)
 
     def failed(self, reason: str, *, at_once: bool = False) -> None:
         """Count a failure. With `at_once`, one is enough: the next would be the same."""

@@ -80,7 +80,8 @@ class RemoteCache:
         self._is_closed = False
         self.breaker = Breaker()
         self._readers = Readers()
-        self.writer = RemoteWriter(store, manager, self.breaker)
+        self._form = codec.form
+        self.writer = RemoteWriter(store, manager, self.breaker, self._form)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -125,20 +126,23 @@ class RemoteCache:
         deadline = min(max(_SHARE * self._prefill_s(limit - here), _LEAST_S), _MOST_S)
         if self.breaker.is_open or 2 * self.breaker.trip_s > deadline:
             self._count(self._skipped, self.breaker.reason or TOO_SLOW)
+            self.breaker.was_too_slow()
             return None
         until = time.monotonic() + deadline
         cuts = self._cuts(ids)
         digests = chain_digests(ids, cuts, namespace.key)
-        known = self._manager.known_chain(digests, namespace)
-        keys = RemoteKeys.of(namespace)
+        known = self._manager.shared.known_chain(digests, namespace)
+        keys = RemoteKeys.of(namespace, self._form)
         every = self.store.sample_every if anywhere else None
         question = Question(keys, ids, cuts, digests, namespace.key, known, limit, every)
         started = time.monotonic()
         values = self._within(partial(self.store.peek, question.names, PEEK_BYTES), until)
+        self.breaker.measured_trip(time.monotonic() - started)  # too late is slow, too
         if values is None:
             return None
-        self.breaker.measured_trip(time.monotonic() - started)
         found = question.answered(values)
+        there = {wanted.digest for wanted in found.exact}
+        self.writer.note_gone(digest for digest in digests[known:] if digest not in there)
         with self._lock:
             self._counts["lookups"] += 1
             if not found.exact and not found.moved:
@@ -189,7 +193,7 @@ class RemoteCache:
 
     def _fetch(self, wanted: Sequence[Wanted], namespace: Namespace, until: float, started: float) -> int:
         """Read records and put them into the chunk store, in order; returns the bytes read."""
-        keys = RemoteKeys.of(namespace)
+        keys = RemoteKeys.of(namespace, self._form)
         waiting = [(each, partial(self._read, each, keys.record(each.digest))) for each in wanted]
         running: list[tuple[Wanted, Future[Any]]] = []
         places: dict[str, str] = {}  # by the digest of a chunk: its key here
@@ -213,12 +217,12 @@ class RemoteCache:
             if chunk is None:
                 continue
             ms = 1e3 * (time.monotonic() - started)
-            key = self._manager.take_in(chunk, namespace, places.get(chunk.parent_hash), fetched_ms=ms)
+            key = self._manager.shared.take_in(chunk, namespace, places.get(chunk.parent_hash), fetched_ms=ms)
             self.writer.note_there(each.digest)
             read += chunk.kv.nbytes
             if key is None:
                 self._count(self._misses, "no room")
-                continue
+                break
             places[each.digest] = key
             with self._lock:
                 self._counts["read_chunks"] += 1
@@ -248,7 +252,7 @@ class RemoteCache:
     def _forget(self, wanted: Wanted, keys: RemoteKeys, reason: str) -> None:
         """A record that is damaged or not whole is deleted: it is written again by whoever computes it."""
         self._count(self._misses, reason)
-        self.writer.note_gone(wanted.digest)
+        self.writer.note_gone([wanted.digest])
         name = keys.record(wanted.digest)
         count = parts.count_for(self._size(wanted)) + 1
         self._readers.submit(partial(self.store.delete, [part(name, number) for number in range(count)]))

@@ -29,9 +29,12 @@ class RemoteKeys:
     family: str
 
     @classmethod
-    def of(cls, namespace: Namespace) -> RemoteKeys:
-        """The names of a namespace: machines with other versions of torch or transformers have others."""
-        return cls(namespace.salt, f"{namespace.family} {_versions()}")
+    def of(cls, namespace: Namespace, form: str) -> RemoteKeys:
+        """The names of KV of a namespace that is kept in a certain form (types, heads, bits).
+
+        Machines with other versions of torch or transformers have other names.
+        """
+        return cls(namespace.salt, f"{namespace.family} {form} {_versions()}")
 
     @property
     def prefix(self) -> str:

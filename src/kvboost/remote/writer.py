@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from kvboost.remote.breaker import Breaker
 from kvboost.remote.byte_store import DENIED, FULL, ByteStore, StoreError
 from kvboost.remote.fingerprints import TailPlace, WindowPlace
 from kvboost.remote.keys import RemoteKeys, part
-from kvboost.store.manager import HeldChunk, KVCacheManager
+from kvboost.store.manager import KVCacheManager
+from kvboost.store.shared_ledger import HeldChunk
 
 _MOST_PENDING = 4_096
 _MOST_REMEMBERED = 65_536
@@ -44,10 +45,11 @@ class Written:
 class RemoteWriter:
     """Writes the exact chunks that it is offered."""
 
-    def __init__(self, store: ByteStore, manager: KVCacheManager, breaker: Breaker) -> None:
+    def __init__(self, store: ByteStore, manager: KVCacheManager, breaker: Breaker, form: str) -> None:
         self._store = store
         self._manager = manager
         self._breaker = breaker
+        self._form = form
         self._lock = fork_safe_lock()
         self._pid = os.getpid()
         self._wake = threading.Event()
@@ -80,10 +82,11 @@ class RemoteWriter:
         with self._lock:
             self._note(digest)
 
-    def note_gone(self, digest: str) -> None:
-        """The store has it no longer: it is written again when it is computed again."""
+    def note_gone(self, digests: Iterable[str]) -> None:
+        """The store has them no longer: they are written again when they are computed again."""
         with self._lock:
-            self._known.pop(digest, None)
+            for digest in digests:
+                self._known.pop(digest, None)
 
     def _note(self, digest: str) -> None:
         self._known[digest] = None
@@ -110,8 +113,7 @@ class RemoteWriter:
     def _try_again(self) -> None:
         started = time.monotonic()
         self._store.ping()
-        self._breaker.measured_trip(time.monotonic() - started)
-        self._breaker.succeeded()
+        self._breaker.tried(time.monotonic() - started)
 
     def _failed(self, error: StoreError) -> None:
         if error.reason == FULL:
@@ -143,12 +145,12 @@ class RemoteWriter:
 
     def _write(self, taken: dict[str, Namespace]) -> None:
         every = self._store.sample_every
-        with self._manager.held_exact(taken, fingerprints.context_tokens(every)) as held:
+        with self._manager.shared.held_exact(taken, fingerprints.context_tokens(every)) as held:
             worth = [each for each in held if each.chunk.length >= _MIN_TAIL]
             with self._lock:
                 self._dropped["evicted before"] += len(taken) - len(held)
                 self._dropped["too short"] += len(held) - len(worth)
-            named = [(each, RemoteKeys.of(taken[each.chunk.chunk_id])) for each in worth]
+            named = [(each, RemoteKeys.of(taken[each.chunk.chunk_id], self._form)) for each in worth]
             names = [keys.record(each.chunk.chunk_id) for each, keys in named]
             ours = self._store.claim([part(name, 0) for name in names])
             for (each, keys), name, is_ours in zip(named, names, ours, strict=True):

@@ -74,10 +74,16 @@ class Usage:
         with self._lock:
             self._refused[reason] += 1
 
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """As measured so far; None before that."""
+        with self._lock:
+            return self._prefill_tokens / self._prefill_seconds if self._prefill_seconds else None
+
     def stats(self) -> dict[str, Any]:
         """The counters; seconds saved are estimated from the prefill that was measured."""
         with self._lock:
-            speed = self._prefill_tokens / self._prefill_seconds if self._prefill_seconds else None
+            speed = self.prefill_tokens_per_second
             return {
                 "requests": self._requests,
                 "hits": {"exact": self._exact_hits, "approximate": self._approximate_hits},
