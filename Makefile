@@ -19,7 +19,8 @@ test: $(VENV)/.full
 	$(VENV)/bin/python -m pytest $(TINY) tests
 	$(VENV)/bin/python -m pytest -m "not slow and not soak and not integration and (real_model or timed)" tests
 
-# Servers with the real model under their clients and in a browser: what needs other programs to be seen.
+# Servers with the real model under their clients and in a browser, engines that share a Redis or a bucket: what needs
+# other programs to be seen.
 test-integrations: $(VENV)/.full
 	$(VENV)/bin/python -c "from kvboost.loading.embedded import ensure_checkpoint; ensure_checkpoint()"
 	$(VENV)/bin/python -m pytest -m "integration and not slow and not soak" tests
@@ -88,14 +89,14 @@ format: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt pip
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin,server]" --group dev
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[builtin,server,redis,s3]" --group dev
 	$(VENV)/bin/pip install --quiet --no-deps $(BUILTIN)
 	touch $@
 
-# What only some tests need: lm-evaluation-harness, clients of the server, and the documentation's tools. The demo
-# does not wait for them.
+# What only some tests need: lm-evaluation-harness, clients of the server, an S3 server, and the documentation's tools.
+# The demo does not wait for them.
 $(VENV)/.full: $(VENV)/.ready
-	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[eval,docs]" --group server-test
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e ".[eval,docs]" --group server-test --group remote-test
 	touch $@
 
 $(COMPAT)/.ready: pyproject.toml constraints-compat.txt
