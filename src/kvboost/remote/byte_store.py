@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost.disk.serde import Buffer
 from kvboost.errors import KVBoostError
-from kvboost.settings import check_remote_address
+from kvboost.store_address import check_remote_address
 
 Value = bytes | memoryview
 
@@ -40,6 +40,7 @@ class ByteStore(ABC):
     name: str  # its address, without passwords
     sample_every: int  # of how many windows of a text one is indexed
     num_trips: int = 0
+    asked_last: str = "kvb:ping"  # a name that may be asked for, where rules of access allow a tenant's only
 
     @abstractmethod
     def peek(self, names: Sequence[str], size: int) -> list[bytes | None]:
@@ -63,7 +64,7 @@ class ByteStore(ABC):
 
     @abstractmethod
     def ping(self) -> None:
-        """Return if it answers."""
+        """Return if it answers when it is asked for what it was asked for last."""
 
     @abstractmethod
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:

@@ -22,7 +22,7 @@ from kvboost.remote.byte_store import (
     StoreError,
     Value,
 )
-from kvboost.settings import without_password
+from kvboost.store_address import without_password
 
 try:
     import redis
@@ -92,7 +92,10 @@ class RedisStore(ByteStore):
             raise _store_error(error) from error
 
     def peek(self, names: Sequence[str], size: int) -> list[bytes | None]:
-        found = self._run([("GETRANGE", name, 0, size - 1) for name in names]) if names else []
+        if not names:
+            return []
+        self.asked_last = names[0]
+        found = self._run([("GETRANGE", name, 0, size - 1) for name in names])
         return [value or None for value in found]
 
     def read(self, names: Sequence[str]) -> list[Value | None]:
@@ -117,7 +120,7 @@ class RedisStore(ByteStore):
             self._run([("UNLINK", name) for name in names])
 
     def ping(self) -> None:
-        self._run([("GETRANGE", "kvb:ping", 0, 0)])  # what a tenant with few rights may ask, too
+        self._run([("GETRANGE", self.asked_last, 0, 0)])
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         try:

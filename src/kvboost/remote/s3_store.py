@@ -27,7 +27,7 @@ from kvboost.remote.byte_store import (
     StoreError,
     Value,
 )
-from kvboost.settings import without_password
+from kvboost.store_address import without_password
 
 try:
     import obstore
@@ -108,6 +108,7 @@ class S3Store(ByteStore):
 
             return get
 
+        self.asked_last = names[0] if names else self.asked_last
         return self._all([call(name) for name in names])
 
     def read(self, names: Sequence[str]) -> list[Value | None]:
@@ -149,7 +150,7 @@ class S3Store(ByteStore):
         self._all([call(name) for name in names])
 
     def ping(self) -> None:
-        self.peek(["kvb:ping"], 1)
+        self.peek([self.asked_last], 1)
 
     def names(self, prefix: str) -> Iterator[tuple[str, int]]:
         try:
