@@ -11,6 +11,7 @@ KVBits: TypeAlias = Literal[4, 8, 16, "k8v4"]  # bits of a stored number; "k8v4"
 BITS: tuple[KVBits, ...] = (16, 8, 4, "k8v4")
 Selector = Literal["guided", "deviation"]  # how CacheBlend finds the tokens worth computing again
 SELECTORS: tuple[str, ...] = get_args(Selector)
+REMOTE_WRITES = ("all", "reused")  # what goes to a store that several machines share
 _Choice = TypeVar("_Choice", bound=Enum)
 
 

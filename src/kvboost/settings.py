@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal, cast
 
-from kvboost.choices import SELECTORS, KVBits, RecomputeStrategy, choice, is_width
+from kvboost.choices import REMOTE_WRITES, SELECTORS, KVBits, RecomputeStrategy, choice, is_width
 from kvboost.errors import InvalidRequestError
+from kvboost.store_address import check_remote_address
 
 DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 CACHE_DEVICES = ("cpu", "model")
-REMOTE_WRITES = ("all", "reused")
-REMOTE_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "s3")
 DEFAULT_MAX_KL = 0.05  # the error that reuse may make with recompute_ratio="auto"
 GROUPS = ("model", "cache", "reuse", "serving", "advanced")  # in the order in which they are shown
 
@@ -58,28 +57,6 @@ def options_of(settings: type[Any]) -> Iterator[Option]:
     for each in fields(settings):
         if each.metadata:
             yield Option(name=each.name, default=each.default, **each.metadata)
-
-
-def without_password(address: str) -> str:
-    """The address of a shared store as it can be shown, even if its password is not escaped as it must be."""
-    scheme, mark, rest = address.partition("://")
-    if not mark:
-        return f"{address.rpartition('@')[2].partition('?')[0]}"
-    if scheme == "s3":
-        bucket, slash, path = rest.partition("?")[0].partition("/")
-        return f"s3://{bucket.rpartition('@')[2]}{slash}{path}"
-    if "?" in rest.rpartition("@")[0]:  # what stands behind the last @ may be a piece of a password
-        return f"{scheme}://..."
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
-
-
-def check_remote_address(address: object) -> str:
-    """The address of a shared store, if it is one. What is said of another shows no password."""
-    if not isinstance(address, str) or address.partition("://")[0] not in REMOTE_SCHEMES:
-        words = ", ".join(f"{each}://" for each in REMOTE_SCHEMES)
-        shown = without_password(address) if isinstance(address, str) else repr(address)
-        raise InvalidRequestError(f"remote_cache must be an address that begins with {words}; got {shown}")
-    return address
 
 
 @dataclass(frozen=True)
@@ -183,11 +160,9 @@ class EngineSettings:
     )
     remote_cache: str | None = field(
         default=None,
-        repr=False,  # there may be a password in it
         metadata=about(
             "cache",
-            "Store that several machines share: redis://host:6379, rediss://, unix://, redis+cluster://, or "
-            "s3://bucket/prefix.",
+            "Store that several machines share: redis://host:6379, redis+cluster://..., s3://bucket/prefix.",
             default_text="none",
             metavar="ADDRESS",
         ),
@@ -195,10 +170,7 @@ class EngineSettings:
     remote_write: str = field(
         default="all",
         metadata=about(
-            "cache",
-            "What is written to the shared store: all that is stored, or what was reused at least once.",
-            "choice",
-            choices=REMOTE_WRITES,
+            "cache", "What goes there: all, or what was reused once.", "choice", choices=REMOTE_WRITES
         ),
     )
     cache_device: str = field(
@@ -324,8 +296,7 @@ class EngineSettings:
         if self.remote_cache is not None:
             check_remote_address(self.remote_cache)
         if self.remote_write not in REMOTE_WRITES:
-            words = " or ".join(f'"{each}"' for each in REMOTE_WRITES)
-            raise InvalidRequestError(f"remote_write must be {words}, got {self.remote_write!r}")
+            raise InvalidRequestError(f'remote_write must be "all" or "reused", got {self.remote_write!r}')
         if self.cache_device not in CACHE_DEVICES:
             raise InvalidRequestError(f'cache_device must be "cpu" or "model", got {self.cache_device!r}')
         if self.gpu_cache_bytes and self.cache_device == "model":
