@@ -191,7 +191,7 @@ def _log_made(parts: EngineParts) -> None:
     settings, slab = parts.settings, parts.layout.slabs[0]
     _log.info(
         "engine for %s, %s on %s: chunk_size=%d, max_chunks=%s, max_cache_bytes=%s, kv_cache_bits=%s, "
-        "cache_device=%s, disk_cache_dir=%s",
+        "cache_device=%s, disk_cache_dir=%s, remote_cache=%s",
         parts.model_name,
         str(slab.dtype).removeprefix("torch."),
         slab.device,
@@ -201,4 +201,5 @@ def _log_made(parts: EngineParts) -> None:
         settings.bits,
         settings.cache_device,
         settings.disk_cache_dir,
+        parts.remote.store.name if parts.remote is not None else None,
     )

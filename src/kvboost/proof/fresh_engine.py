@@ -99,9 +99,9 @@ Engine = TypeVar("Engine", bound=HasSettings)
 
 
 def fresh_engine(engine: Engine, **changes: Any) -> Engine:
-    """A plain engine on the same model with the same settings but `changes`, without limits and disk."""
+    """A plain engine on the same model with the same settings but `changes`, with a cache of its own."""
     options = {**engine.settings.engine_options, "device": None, "max_chunks": None, "max_cache_bytes": None}
-    options |= {"disk_cache_dir": None, "disk_cache_bytes": None, **changes}
+    options |= {"disk_cache_dir": None, "disk_cache_bytes": None, "remote_cache": None, **changes}
     made: Engine = engine.core.engine_class(engine.model, engine.tokenizer, strict=False, **options)
     made.core.notice.silence()  # nobody asked for its answers
     return made
