@@ -127,6 +127,7 @@ def test_numbers_of_other_engines_are_those_of_the_result_file() -> None:
         "docs/evaluation.md",
         "docs/disk-cache.md",
         "docs/disk-format.md",
+        "docs/remote.md",
         "docs/how-reuse-works.md",
         "docs/quantization.md",
         "docs/architecture.md",
