@@ -54,6 +54,12 @@ def samples_known_with(before: np.ndarray, ids: np.ndarray, every: int) -> list[
     return [(at - len(known), value) for at, value in found if at not in earlier]
 
 
+def last_sample(before: np.ndarray, every: int) -> list[tuple[int, int]]:
+    """The last of the samples that are known before a stretch begins, if any: it leads to what comes next."""
+    known = before[max(0, len(before) - context_tokens(every)) :]
+    return [(at - len(known), value) for at, value in sample(known, every)[-1:]]
+
+
 class WindowPlace(NamedTuple):
     """A window begins at token `offset` of the chunk `digest`, below 0 where it begins before it.
 
@@ -65,11 +71,6 @@ class WindowPlace(NamedTuple):
     offset: int
     tokens: int  # of the chunk
     parent_tokens: int
-
-    @property
-    def is_in_parent(self) -> bool:
-        """Whether it ends before the chunk begins."""
-        return self.offset <= -WINDOW_TOKENS
 
     def to_bytes(self) -> bytes:
         pair = bytes.fromhex(self.digest), bytes.fromhex(self.parent)

@@ -18,6 +18,7 @@ from kvboost.models import chained_hash_from_bytes, token_bytes
 from kvboost.remote import fingerprints, parts
 from kvboost.remote.fingerprints import TailPlace, WindowPlace
 from kvboost.remote.keys import RemoteKeys, part
+from kvboost.store.content_index import WINDOW_TOKENS
 
 PEEK_BYTES = 128  # holds the header of a part, and a place
 MIN_TOKENS = 32  # less than that is not worth a question, or a record
@@ -85,6 +86,7 @@ class Question:
         self._borders = borders
         parents = [root, *digests][known:]
         tails = [keys.tail(digest) for digest in parents]
+        self._every = every or 0
         self._windows: list[int] = []
         windows: list[str] = []
         if every is not None:
@@ -122,9 +124,10 @@ class Question:
             if place is None:
                 continue
             start = at - place.offset
-            if not place.is_in_parent:
+            # Text in common reaches beyond its first and last samples, by less than `every` tokens.
+            if place.offset > 1 - WINDOW_TOKENS - self._every:
                 hits[Wanted(place.digest, start, place.tokens, 0, place.parent)] += 1
-            if place.offset < 0 and place.parent_tokens:
+            if place.offset < self._every and place.parent_tokens:
                 hits[Wanted(place.parent, start - place.parent_tokens, place.parent_tokens)] += 1
         covered = np.zeros(self._limit, dtype=bool)
         covered[: exact[-1].end if exact else self._start] = True

@@ -176,7 +176,10 @@ class RemoteWriter:
         digest, parent = held.chunk.chunk_id, held.chunk.parent_hash
         tail = TailPlace.of(digest, held.ids).to_bytes()
         found = [(keys.tail(parent), [memoryview(tail)])]
-        for offset, value in fingerprints.samples_known_with(held.before, held.ids, self._store.sample_every):
+        every = self._store.sample_every
+        last = fingerprints.last_sample(held.before, every)
+        known = [(offset, value) for offset, value in last if offset >= -held.parent_tokens]
+        for offset, value in [*known, *fingerprints.samples_known_with(held.before, held.ids, every)]:
             raw = WindowPlace(digest, parent, offset, len(held.ids), held.parent_tokens).to_bytes()
             if WindowPlace.from_bytes(raw) is not None:  # else it ends before the parent
                 found.append((keys.window(value), [memoryview(raw)]))
