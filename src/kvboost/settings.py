@@ -160,11 +160,11 @@ class EngineSettings:
     )
     remote_cache: str | None = field(
         default=None,
+        repr=False,  # it may hold a password
         metadata=about(
             "cache",
-            "Store that several machines share: redis://host:6379, redis+cluster://..., s3://bucket/prefix.",
-            default_text="none",
-            metavar="ADDRESS",
+            "Store that several machines share, such as redis://host:6379 or s3://bucket/prefix.",
+            **{"default_text": "none", "metavar": "ADDRESS"},
         ),
     )
     remote_write: str = field(

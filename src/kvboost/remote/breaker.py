@@ -50,7 +50,7 @@ class Breaker:
             self._is_slow = True
 
     def tried(self, seconds: float) -> None:
-        """A trial succeeded and took so long. Look-ups may take longer, so a short one is believed by and by."""
+        """A trial succeeded and took so long. Look-ups may take longer: it is believed by and by."""
         with self._lock:
             self._failures = 0
             self.reason = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -97,7 +97,7 @@ class RemoteCache:
         found, until = asked
         wanted = self._affordable(found, until)
         started = time.monotonic()
-        read = self._fetch(wanted, namespace, until, started)
+        read = self._fetch(wanted, namespace, until, len(found.exact))
         if read:
             self.breaker.measured_read(read, time.monotonic() - started)
 
@@ -191,46 +191,58 @@ class RemoteCache:
             wanted.append(each)
         return wanted
 
-    def _fetch(self, wanted: Sequence[Wanted], namespace: Namespace, until: float, started: float) -> int:
-        """Read records and put them into the chunk store, in order; returns the bytes read."""
-        keys = RemoteKeys.of(namespace, self._form)
-        waiting = [(each, partial(self._read, each, keys.record(each.digest))) for each in wanted]
-        running: list[tuple[Wanted, Future[Any]]] = []
+    def _fetch(self, wanted: Sequence[Wanted], namespace: Namespace, until: float, num_exact: int) -> int:
+        """Read records and put them into the chunk store, in order; returns the bytes read.
+
+        The first `num_exact` follow each other: without one of them, those behind it are of no use.
+        """
+        started, keys = time.monotonic(), RemoteKeys.of(namespace, self._form)
+        exact = {each.digest for each in wanted[:num_exact]}
+        waiting = deque(wanted)
+        running: deque[tuple[Wanted, Future[Any]]] = deque()
         places: dict[str, str] = {}  # by the digest of a chunk: its key here
-        read, is_broken = 0, False
-        while (waiting or running) and not is_broken:
+        read = 0
+        while waiting or running:
             while waiting and len(running) < _AHEAD:
-                each, call = waiting.pop(0)
-                future = self._readers.submit(call)
+                each = waiting.popleft()
+                future = self._readers.submit(partial(self._read, each, keys.record(each.digest)))
                 if future is None:
-                    waiting.clear()
-                    break
+                    return read
                 running.append((each, future))
-            if not running:
-                break
-            each, future = running.pop(0)
+            each, future = running.popleft()
             chunk = self._result(future, until)
-            is_broken = chunk is None
             if isinstance(chunk, str):
                 self._forget(each, keys, chunk)
+                if each.digest in exact:
+                    rest = [one for one in wanted[wanted.index(each) + 1 :] if one.digest in exact]
+                    self._readers.submit(partial(self._check_over, rest, keys))
+                    waiting = deque(one for one in waiting if one.digest not in exact)
+                    running = deque(one for one in running if one[0].digest not in exact)
                 continue
-            if chunk is None:
-                continue
-            ms = 1e3 * (time.monotonic() - started)
-            key = self._manager.shared.take_in(chunk, namespace, places.get(chunk.parent_hash), fetched_ms=ms)
-            self.writer.note_there(each.digest)
-            read += chunk.kv.nbytes
-            if key is None:
-                self._count(self._misses, "no room")
+            if chunk is not None:
+                read += chunk.kv.nbytes
+                ms = 1e3 * (time.monotonic() - started)
+            if chunk is None or not self._take_in(chunk, each, namespace, places, ms):
+                for _, unwanted in running:
+                    unwanted.cancel()
                 break
-            places[each.digest] = key
-            with self._lock:
-                self._counts["read_chunks"] += 1
-                self._counts["read_bytes"] += chunk.kv.nbytes
-                self._counts["read_tokens"] += chunk.length
-        for _, future in running:
-            self._readers.give_up(future)
         return read
+
+    def _take_in(
+        self, chunk: KeptChunk, wanted: Wanted, namespace: Namespace, places: dict[str, str], ms: float
+    ) -> bool:
+        """Put a chunk into the chunk store; False where it has no room."""
+        self.writer.note_there(wanted.digest)
+        key = self._manager.shared.take_in(chunk, namespace, places.get(chunk.parent_hash), fetched_ms=ms)
+        if key is None:
+            self._count(self._misses, "no room")
+            return False
+        places[wanted.digest] = key
+        with self._lock:
+            self._counts["read_chunks"] += 1
+            self._counts["read_bytes"] += chunk.kv.nbytes
+            self._counts["read_tokens"] += chunk.length
+        return True
 
     def _read(self, wanted: Wanted, name: str) -> KeptChunk | str:
         """A record, read and verified; the reason where it cannot be had."""
@@ -248,6 +260,12 @@ class RemoteCache:
         kv = StoredKV(self._codec, self._codec.settled(tensors), len(header.token_ids))
         chunk = header.chunk((), self._codec).with_kv(kv)
         return chunk if chunk.length == wanted.tokens else parts.CORRUPT
+
+    def _check_over(self, records: Sequence[Wanted], keys: RemoteKeys) -> None:
+        """Read records behind a damaged one, for nobody who waits: other damaged ones must be written again."""
+        for each in records:
+            if isinstance(reason := self._read(each, keys.record(each.digest)), str):
+                self._forget(each, keys, reason)
 
     def _forget(self, wanted: Wanted, keys: RemoteKeys, reason: str) -> None:
         """A record that is damaged or not whole is deleted: it is written again by whoever computes it."""

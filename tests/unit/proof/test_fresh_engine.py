@@ -12,7 +12,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 def test_it_has_a_cache_of_its_own(tmp_path: Path) -> None:
-    """What it is asked must be computed: neither a folder nor a shared store answers, and neither is written."""
+    """What it is asked must be computed: neither a folder nor a shared store answers."""
     pytest.importorskip("redis", reason="a shared store in Redis needs redis-py")
     places = {"disk_cache_dir": tmp_path / "kv", "remote_cache": "redis://127.0.0.1:1"}
     with KVBoost(tiny_model("llama"), tiny_tokenizer(), chunk_size=16, max_chunks=3, **places) as engine:
