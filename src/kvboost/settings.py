@@ -164,7 +164,7 @@ class EngineSettings:
         metadata=about(
             "cache",
             "Store that several machines share, such as redis://host:6379 or s3://bucket/prefix.",
-            **{"default_text": "none", "metavar": "ADDRESS"},
+            default_text="none",
         ),
     )
     remote_write: str = field(

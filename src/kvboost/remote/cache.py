@@ -262,7 +262,7 @@ class RemoteCache:
         return chunk if chunk.length == wanted.tokens else parts.CORRUPT
 
     def _check_over(self, records: Sequence[Wanted], keys: RemoteKeys) -> None:
-        """Read records behind a damaged one, for nobody who waits: other damaged ones must be written again."""
+        """Read the records behind a damaged one, while nobody waits: damaged ones must be written again."""
         for each in records:
             if isinstance(reason := self._read(each, keys.record(each.digest)), str):
                 self._forget(each, keys, reason)
