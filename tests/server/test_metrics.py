@@ -8,14 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvboost.remote.byte_store import UNREACHABLE, StoreError
 from tests.fixture_types import MakeEngine
 from tests.server.running import HELLO, Running, Serve
 from tests.tiny_models import random_ids
+from tests.unit.remote.memory_store import MemoryStore
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana-dashboard.json"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    """What every address of a shared store leads to."""
+    made = MemoryStore()
+    monkeypatch.setattr("kvboost.parts.engine_parts.open_store", lambda _address: made)
+    return made
 
 
 def samples(server: Running) -> dict[str, float]:
@@ -80,6 +91,26 @@ def test_a_disk_is_counted(make_engine: MakeEngine, serve: Serve, tmp_path: Path
     assert found["kvboost_cache_bytes{tier=disk}"] > 0
 
 
+def test_a_shared_store_is_counted(make_engine: MakeEngine, serve: Serve, store: MemoryStore) -> None:
+    prompt = random_ids(192, 1)
+    for _ in range(2):  # two machines
+        engine = make_engine(remote_cache="redis://elsewhere", chunk_size=32)
+        server = serve(engine)
+        server.complete(prompt, max_tokens=1)
+        server.service.worker.call(lambda: None).result()
+        assert engine.core.parts.remote is not None
+        assert engine.core.parts.remote.flush()
+        found = samples(server)
+        assert found["kvboost_remote_up{}"] == 1
+    assert found["kvboost_remote_read_tokens_total{}"] == 192
+    assert found["kvboost_remote_read_bytes_total{}"] > 0
+    store.error = StoreError(UNREACHABLE)
+    server.complete(random_ids(200, 2), max_tokens=1)
+    found = samples(server)
+    assert found["kvboost_remote_up{}"] == 0
+    assert found["kvboost_remote_misses_total{reason=not reachable}"] == 1
+
+
 # --- the dashboard ---------------------------------------------------------------------------
 
 
@@ -95,9 +126,14 @@ def expressions(part: Any) -> Iterator[str]:
             yield from expressions(value)
 
 
+@pytest.mark.usefixtures("store")
 def test_the_dashboard_asks_for_what_there_is(make_engine: MakeEngine, serve: Serve) -> None:
-    server = serve(make_engine())
-    server.chat(max_tokens=2)
+    engine = make_engine(remote_cache="redis://elsewhere", chunk_size=8)  # too short to be written
+    server = serve(engine)
+    server.complete(random_ids(100, 1), max_tokens=2)
+    server.service.worker.call(lambda: None).result()
+    assert engine.core.parts.remote is not None
+    engine.core.parts.remote.flush()
     there = {name.partition("{")[0] for name in samples(server)}
     dashboard = json.loads(DASHBOARD.read_text())
     asked = {name for text in expressions(dashboard) for name in re.findall(r"kvboost_\w+", text)}
@@ -118,9 +154,10 @@ def test_the_dashboard_holds_together() -> None:
     assert "http" not in DASHBOARD.read_text(), "nothing from elsewhere"
 
 
+@pytest.mark.usefixtures("store")
 def test_the_documentation_names_every_metric(make_engine: MakeEngine, serve: Serve) -> None:
     page = (DOCS / "server.md").read_text()
-    server = serve(make_engine())
+    server = serve(make_engine(remote_cache="redis://elsewhere"))
     names = {family.name for family in text_string_to_metric_families(server.client.get("/metrics").text)}
     for name in names:
         assert f"`{name}" in page or name.endswith("_created"), name

@@ -22,6 +22,7 @@ from kvboost import KVBoost
 from kvboost.server.settings import ApiKey
 from tests.fixture_types import MakeEngine
 from tests.server.running import Running, running
+from tests.unit.remote.memory_store import MemoryStore
 
 pytestmark = [pytest.mark.real_model, pytest.mark.integration]
 playwright_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
@@ -205,6 +206,22 @@ def test_disk_tier_is_shown(
     for name, tier in zip(("Memory", "Disk"), tiers.all(), strict=True):
         expect(tier).to_contain_text(name)
         expect(tier).to_contain_text(re.compile(r"Chunks[1-9]"), timeout=15_000)
+
+
+def test_shared_store_is_shown(
+    bare_page: Any, serve: Callable[..., Running], make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.parts.engine_parts.open_store", lambda _address: MemoryStore())
+    bare_page.goto(serve(make_engine(remote_cache="redis://elsewhere", chunk_size=32)).url)
+    tiers = bare_page.locator("#tiers .tier")
+    expect(tiers).to_have_count(2)
+    bare_page.get_by_label("Prompt", exact=True).fill("hello there, who are you and what do you do? " * 4)
+    bare_page.get_by_label("Max tokens").fill("4")
+    send(bare_page)
+    shared = tiers.nth(1)
+    expect(shared).to_contain_text("Shared store")
+    expect(shared).to_contain_text("memory://")
+    expect(shared).to_contain_text(re.compile(r"Written[1-9].*Misses[1-9]"), timeout=15_000)
 
 
 # --- by keyboard, and for those who do not see it ----------------------------------------------

@@ -101,3 +101,25 @@ class _Now(Collector):
         yield CounterMetricFamily(
             "kvboost_cache_evicted_chunks", "Chunks that had to go.", stats["evicted_chunks"]
         )
+        if "remote" in stats:
+            yield from _remote(stats["remote"])
+
+
+def _remote(stats: dict[str, Any]) -> Iterator[Metric]:
+    """The store that several machines share, as far as this server has used it."""
+    is_up = stats["state"] == "up"
+    yield GaugeMetricFamily("kvboost_remote_up", "Whether the shared store is asked.", is_up)
+    for name, about in (
+        ("read_bytes", "Bytes of KV that came from the shared store."),
+        ("read_tokens", "Tokens whose KV came from the shared store."),
+        ("written_bytes", "Bytes of KV that were written to the shared store."),
+    ):
+        yield CounterMetricFamily(f"kvboost_remote_{name}", about, stats[name])
+    for name, about in (
+        ("misses", "Look-ups and reads of the shared store without a result, by reason."),
+        ("dropped", "Chunks that were not written to the shared store, by reason."),
+    ):
+        counted = CounterMetricFamily(f"kvboost_remote_{name}", about, labels=["reason"])
+        for reason, count in stats[name].items():
+            counted.add_metric([reason], count)
+        yield counted

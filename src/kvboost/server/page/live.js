@@ -144,14 +144,37 @@ function tiers(cache) {
     ["Pinned", number(cache.pinned_chunks)],
     ["Evicted", number(cache.evicted_chunks)],
   ]);
+  const shared = cache.remote ? [sharedStore(cache.remote)] : [];
   if (!cache.disk) {
-    return [memory, element("p", { class: "aside" }, "No disk tier: what is kept ends with the server.")];
+    const text = cache.remote ? "No disk tier." : "No disk tier: what is kept ends with the server.";
+    return [memory, ...shared, element("p", { class: "aside" }, text)];
   }
   const disk = tier("Disk", { ...cache.disk, max_bytes: cache.disk.allocated_bytes }, [
     ["On disk only", number(cache.chunks_on_disk_only)],
     ["Not yet saved", number(cache.disk.unsaved_chunks)],
   ]);
-  return [memory, disk];
+  return [memory, disk, ...shared];
+}
+
+// What several machines share; how much it holds, it alone knows.
+function sharedStore(remote) {
+  const missed = Object.values(remote.misses).reduce((sum, count) => sum + count, 0);
+  return element(
+    "div",
+    { class: "tier" },
+    element(
+      "p",
+      { class: "tier-head" },
+      element("strong", {}, "Shared store"),
+      element("span", {}, remote.state === "up" ? "up" : `given up: ${remote.state}`),
+    ),
+    element("p", { class: "aside place" }, remote.address),
+    factList([
+      ["Read", bytes(remote.read_bytes)],
+      ["Written", bytes(remote.written_bytes)],
+      ["Misses", number(missed)],
+    ]),
+  );
 }
 
 // The meter shows the budget that ends first.
