@@ -21,7 +21,7 @@ except ImportError:
     triton = None
 
 _BLOCK = 32  # tokens of a program
-_FIELDS = 9
+_FIELDS, _FIRST, _LENGTH, _SLOT = 9, 6, 7, 8  # of a piece, and where some of them stand
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT16_MAX = 65504.0
 _MOST_CHANNELS = 256
@@ -33,7 +33,7 @@ if triton is not None:
         SLAB, PIECES, ROWS, MATRIX, row_stride, slot_stride,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CODE_BYTES: tl.constexpr, BITS: tl.constexpr,
         PER_CHANNEL: tl.constexpr, GROUP: tl.constexpr, TOKEN_GROUPS: tl.constexpr, ROTATED: tl.constexpr,
-        KEEP_FIRST: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+        KEEP_FIRST: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         piece = PIECES + tl.program_id(0) * 9
         head = tl.program_id(1)
@@ -70,7 +70,7 @@ if triton is not None:
         numbers = tl.where(inside, codes.to(tl.float32) * steps + minima, 0.0)
         if ROTATED:
             matrix = tl.load(MATRIX + d[:, None] * D + d[None, :])
-            numbers = tl.dot(numbers, matrix, input_precision="ieee")
+            numbers = tl.dot(numbers, matrix, input_precision=PRECISION)
         if KEEP_FIRST:
             first = (
                 tl.load(first_at + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32) * unit
@@ -93,19 +93,6 @@ class Form(NamedTuple):
     code_bytes: int
 
 
-class QuantizedRun(NamedTuple):
-    """Tokens `[first, first + length)` of a quantized tensor of `tokens`, and their first slot in a slab.
-
-    `parts` are its codes, steps, minima, exponents and first tokens, contiguous and on the slab's device.
-    """
-
-    parts: tuple[torch.Tensor, ...]
-    tokens: int
-    first: int
-    length: int
-    slot: int
-
-
 def can_dequantize(slab: torch.Tensor, head_dim: int) -> bool:
     """Whether runs can be written to `slab` `[rows, slots, head_dim]` in one launch."""
     return (
@@ -120,24 +107,25 @@ def can_dequantize(slab: torch.Tensor, head_dim: int) -> bool:
 def dequantize_runs(
     slab: torch.Tensor,
     rows: Sequence[int],
-    runs: Sequence[QuantizedRun],
+    runs: np.ndarray,
     form: Form,
     rotation: torch.Tensor | None,
 ) -> None:
     """Write runs of heads `[len(rows)]` into these rows of `slab` `[rows, slots, head_dim]`.
 
-    `rotation` `[channels, channels]` is what numbers are multiplied with last; channels are padded to a power
-    of two, as `padded` says.
+    A run, of `[n, 9]`, is the addresses of a tensor's codes, steps, minima, exponents and first tokens, which
+    the slab's device can read; how many tokens it has; and of those to be written the first, how many, and
+    the slot of the first. `rotation` `[channels, channels]` is what numbers are multiplied with last;
+    channels are padded to a power of two, as `padded` says.
     """
     head_dim, device = slab.shape[2], slab.device
-    pieces: list[tuple[int, ...]] = []
-    for parts, tokens, first, length, slot in runs:
-        addresses = [part.data_ptr() for part in parts]
-        pieces.extend(
-            (*addresses, tokens, first + at, min(_BLOCK, length - at), slot + at)
-            for at in range(0, length, _BLOCK)
-        )
-    tables = np.concatenate([np.array(pieces, dtype=np.int64).ravel(), np.array(rows, dtype=np.int64)])
+    blocks = -(-runs[:, _LENGTH] // _BLOCK)
+    pieces = np.repeat(runs, blocks, axis=0)
+    at = _BLOCK * (np.arange(len(pieces)) - np.repeat(np.cumsum(blocks) - blocks, blocks))
+    pieces[:, _FIRST] += at
+    pieces[:, _SLOT] += at
+    pieces[:, _LENGTH] = np.minimum(_BLOCK, pieces[:, _LENGTH] - at)
+    tables = np.concatenate([pieces.ravel(), np.array(rows, dtype=np.int64)])
     on_device = torch.from_numpy(tables).to(device)
     with torch.cuda.device(device) if slab.is_cuda else nullcontext():
         _dequantize_runs[(len(pieces), len(rows))](
@@ -158,6 +146,8 @@ def dequantize_runs(
             KEEP_FIRST=form.keep_first,
             CLAMPED=slab.dtype is torch.float16,
             BLOCK=_BLOCK,
+            # Rounding to a slab of 16 bits is coarser than a product of 19, which tensor cores compute.
+            PRECISION="ieee" if slab.dtype is torch.float32 else "tf32",
             num_warps=4,
         )
 

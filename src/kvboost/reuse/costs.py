@@ -28,7 +28,7 @@ _OBSERVED = 1.5  # a forward whose attention is observed, against one whose is n
 _FORWARD_TOKENS = 16.0  # a forward's overhead on a CPU; on a GPU it depends on the model and is measured
 _MOVED_TOKEN = 0.02  # finding, copying and re-rotating the KV of one token
 _PROBE_TOKENS = (16, 4096)
-_MARGIN = 1.15  # of a repair's forward on a GPU that was measured: it must not lose
+_MARGIN = 1.1  # of a repair's forward on a GPU that was measured: it must not lose
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class ForwardCosts:
         device = model.get_input_embeddings().weight.device.type
         self._scattered = _SCATTERED.get(device, _SCATTERED["cuda"])
 
-    def forward(self, positions: np.ndarray) -> float:
+    def forward(self, positions: np.ndarray, *, scattered: bool = False) -> float:
         """One forward over tokens at `positions` `[n]`, each of which attends to all before it."""
         if len(positions) == 0:
             return 0.0
         if self.rates is not None:
             keys = float(positions.sum())
-            return self.rates.forward_s(len(positions), keys) / self.rates.token_s
+            return self.rates.forward_s(len(positions), keys, scattered=scattered) / self.rates.token_s
         return float(self._fixed + len(positions) + self._pair * positions.sum())
 
     def observed_forward(self, positions: np.ndarray) -> float:
@@ -112,7 +112,7 @@ class ForwardCosts:
         reused = positions_of(runs, exact=False)
         again = reused[:: max(1, round(1 / share))] if share else reused[:0]
         computed = np.concatenate([live_positions(runs, total), again])
-        cost = self._scattered * self.forward(computed) + self._moved * len(reused)
+        cost = self._scattered * self.forward(computed, scattered=True) + self._moved * len(reused)
         return CostEstimate(prefill, cost + choosing + self._repair)
 
 

@@ -1,7 +1,7 @@
 """How long forwards take on this GPU, measured when an engine is made: what the cost guard reckons with.
 
-Three packed forwards tell it: a few tokens cost what launching costs, many cost matrix products, and as many
-behind others cost attention on top. Knows models and arenas, no cache and no strategy.
+Four packed forwards tell it: a few tokens cost what launching costs, many cost matrix products, and as many
+behind others or between them cost attention on top. Knows models and arenas, no cache and no strategy.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ _REPAIR_S = 4e-3  # planning and choosing
 class DeviceRates:
     """Seconds: of launching a forward, of one that is captured, of a token, of a key that a token sees.
 
-    `moved_s` is what the KV of a moved token takes, `repair_s` what a repair takes beside its forwards.
+    Of tokens that lie between others, a key takes `scattered_pair_s`. `moved_s` is what the KV of a moved
+    token takes, `repair_s` what a repair takes beside its forwards.
     """
 
     launch_s: float
     captured_s: float
     token_s: float
     pair_s: float
+    scattered_pair_s: float
     moved_s: float
     repair_s: float = _REPAIR_S
 
-    def forward_s(self, tokens: int, keys: float) -> float:
-        """A forward of so many tokens that see so many keys together."""
+    def forward_s(self, tokens: int, keys: float, *, scattered: bool = False) -> float:
+        """A forward of so many tokens, one behind the other or not, that see so many keys together."""
         least = self.captured_s if tokens <= TOKENS[-1] else self.launch_s
-        return max(least, tokens * self.token_s + keys * self.pair_s)
+        pair_s = self.scattered_pair_s if scattered else self.pair_s
+        return max(least, tokens * self.token_s + keys * pair_s)
 
 
 def measured_rates(model: Any, layout: KVLayout, *, from_host: bool) -> DeviceRates | None:
@@ -64,7 +67,7 @@ def measured_rates(model: Any, layout: KVLayout, *, from_host: bool) -> DeviceRa
     try:
         with probing(model, "measuring forwards"), torch.cuda.device(device):
             packed = PackedModel(model, Arena(layout, 2 * most))
-            few, many, behind = _seconds(packed, device, min(_FEW, most), most)
+            few, many, behind, between = _seconds(packed, device, min(_FEW, most), most)
     except (UnsupportedModelError, torch.cuda.OutOfMemoryError):
         return None
     if packed.counts.by_kernel < packed.counts.forwards:
@@ -77,19 +80,20 @@ def measured_rates(model: Any, layout: KVLayout, *, from_host: bool) -> DeviceRa
         captured_s=min(few, weights / _READ_BYTES_PER_S + _LAYER_S * text_config(model).num_hidden_layers),
         token_s=token_s,
         pair_s=pair_s,
+        scattered_pair_s=max(pair_s, (between - most * token_s) / most**2),
         moved_s=_MOVED_S + (layout.bytes_per_token / _HOST_BYTES_PER_S if from_host else 0.0),
     )
 
 
-def _seconds(packed: PackedModel, device: torch.device, few: int, many: int) -> tuple[float, float, float]:
-    """Forwards of `few` tokens, of `many`, and of as many behind these: the shortest of some."""
+def _seconds(packed: PackedModel, device: torch.device, few: int, many: int) -> list[float]:
+    """Forwards of `few` tokens, of `many`, of as many behind these and between them: the shortest of some."""
     found: list[tuple[float, ...]] = []
     for _ in range(_ROUNDS):
-        first = Segment(0, many)
-        steps = (Segment(0, few), few), (first, many), (Segment(many, many, (first,)), many)
+        first, whole = Segment(0, many), Segment(0, 2 * many)
+        whole.length, whole.missing = whole.capacity, np.arange(1, 2 * many, 2)
+        steps = (Segment(0, few), few), (first, many), (Segment(many, many, (first,)), many), (whole, many)
         found.append(tuple(_timed(packed, device, segment, tokens) for segment, tokens in steps))
-    shortest = [min(times) for times in zip(*found[1:], strict=True)]
-    return shortest[0], shortest[1], shortest[2]
+    return [min(times) for times in zip(*found[1:], strict=True)]
 
 
 def _timed(packed: PackedModel, device: torch.device, segment: Segment, tokens: int) -> float:
