@@ -46,8 +46,8 @@ class Size(NamedTuple):
     def holding(cls, tokens: int, logits: int, *, observed: bool = False) -> Size | None:
         """The smallest for so many; None where they are too many."""
         fitting = next((each for each in TOKENS if each >= tokens), None)
-        if fitting is None or logits > _MOST_LOGITS:
-            return None
+        if fitting is None or logits > _MOST_LOGITS or (fitting > _SMALL[-1] and logits > 1):
+            return None  # large steps of several sequences are hardly ever alike
         if observed:
             return cls(fitting, 1, observed) if fitting <= _MOST_OBSERVED else None
         return cls(fitting, 1 if logits <= 1 else min(fitting, _MOST_LOGITS))
