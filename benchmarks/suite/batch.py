@@ -192,7 +192,7 @@ def run(
         asked = prompts(settings.batch if number >= 0 or on_gpu else _WARM_UP_PROMPTS)
         answers: dict[str, Answers] = {}
         for name in ways:
-            warms_up = number < 0 and name == "one_by_one"
+            warms_up = number < 0 and name in ("one_by_one", "batch_cold")
             if name in SLOW[on_gpu] and number not in slow_at and not warms_up:
                 continue
             report(max(number, 0), settings.rounds, name.replace("_", " "))
@@ -200,7 +200,8 @@ def run(
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             started = time.perf_counter()
-            answers[name] = getattr(contestants, name)(asked[:_WARM_UP_PROMPTS] if warms_up else asked)
+            few = warms_up and name == "one_by_one"
+            answers[name] = getattr(contestants, name)(asked[:_WARM_UP_PROMPTS] if few else asked)
             if number >= 0:
                 times[name].append(time.perf_counter() - started)
         for name, found in answers.items() if number >= 0 and "one_by_one" in answers else ():

@@ -11,11 +11,15 @@ from benchmarks.suite.commands.disk import disk
 from benchmarks.suite.commands.encoding import encoding
 from benchmarks.suite.commands.evaluation import evaluation
 from benchmarks.suite.commands.peers import peers
+from benchmarks.suite.commands.placing import homes, mixtures
 from benchmarks.suite.commands.quality import quality
 from benchmarks.suite.commands.quant import quant
 from benchmarks.suite.commands.store import eviction, lookup
 
 COMMANDS: dict[str, click.Command] = {
     str(command.name): command
-    for command in (agents, batch, chat, disk, encoding, evaluation, eviction, lookup, peers, quality, quant)
+    for command in (
+        *(agents, batch, chat, disk, encoding, evaluation, eviction, homes, lookup, mixtures, peers, quality),
+        quant,
+    )
 }

@@ -25,8 +25,11 @@ def batch_table(name: str = "batch-cpu") -> str:
 
 def workload(name: str = "batch-cpu") -> str:
     settings = record(name)["settings"]
+    several, shared = settings.get("prefixes", 1), f"{settings['prefix_tokens']:,}"
+    if several > 1:
+        shared = f"{several} beginnings of {shared}"
     return (
-        f"{settings['batch']} prompts with {settings['prefix_tokens']:,} shared tokens and tails of "
+        f"{settings['batch']} prompts with {shared} shared tokens and tails of "
         f"{settings['shortest_tail']} to {settings['longest_tail']}, {settings['new_tokens']} new tokens each"
     )
 

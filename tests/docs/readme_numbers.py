@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "prefix-cpu.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULT = RESULTS / "prefix-cpu.json"
 
 
-def table() -> str:
-    record = json.loads(RESULT.read_text())
+def table(name: str = "prefix-cpu") -> str:
+    record = json.loads((RESULTS / f"{name}.json").read_text())
     lines = [
         "| shared tokens | plain generate | reuse by hand | kvboost "
         "| against plain | against by hand | decode, against plain |",

@@ -13,6 +13,7 @@ from tests.docs import (
     agents_numbers,
     batch_numbers,
     disk_numbers,
+    gpu_numbers,
     peers_numbers,
     quant_numbers,
     questions_numbers,
@@ -78,6 +79,12 @@ def test_numbers_of_the_sample_questions_are_those_of_the_result_file() -> None:
 def test_numbers_of_agents_are_those_of_the_result_file() -> None:
     page = agents_numbers.PAGE.read_text()
     assert agents_numbers.with_numbers(page) == page, "run python -m tests.docs.agents_numbers"
+
+
+def test_numbers_of_a_gpu_are_those_of_the_result_files() -> None:
+    page = gpu_numbers.PAGE.read_text()
+    assert gpu_numbers.with_numbers(page) == page, "run python -m tests.docs.gpu_numbers"
+    assert gpu_numbers.readme_line() in README
 
 
 def test_numbers_of_the_disk_are_those_of_the_result_file() -> None:

@@ -11,7 +11,7 @@ import torch
 from kvboost import KVBoost
 from tests.engine.test_resident import OPTIONS
 from tests.fixture_types import MakeEngine
-from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
+from tests.tiny_models import ARCHITECTURES, long_model, random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +65,20 @@ def test_every_architecture(architecture: str, make_engine: MakeEngine) -> None:
 def test_every_head_size(head_dim: int, make_engine: MakeEngine) -> None:
     model = tiny_model("llama", hidden_size=4 * head_dim, head_dim=head_dim)
     check_exact(make_engine(model=model, device="cuda"))
+
+
+@pytest.mark.parametrize("tokens", [513, 700, 1_100, 1_536])
+def test_large_steps_are_captured(tokens: int, make_engine: MakeEngine) -> None:
+    engine = make_engine(model=long_model(), device="cuda")
+    for number in range(4):  # each missed twice, then replayed; behind known text too
+        for known in (0, 300):
+            prompt = [*random_ids(known, seed=1), *random_ids(tokens, seed=10 * number + tokens + known)]
+            want = engine.generate(prompt, 4, mode="baseline").token_ids
+            before = steps(engine).get("captured", 0)
+            assert engine.generate(prompt, 4, mode="prefix_cache").token_ids == want
+    after = steps(engine)
+    assert after["captured"] >= before + 4, after  # the prompt in one, and three tokens
+    assert not after["not_captured"]
 
 
 def test_sampling_and_options_equal_generate(make_engine: MakeEngine) -> None:

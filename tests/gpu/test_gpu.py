@@ -12,7 +12,7 @@ from tests.engine.reuse_checks import check_store, documents, joined, pay_always
 from tests.engine.test_scheduler import run
 from tests.equivalence.capture import generate_with_logits
 from tests.fixture_types import MakeEngine
-from tests.tiny_models import ARCHITECTURES, random_ids, tiny_model
+from tests.tiny_models import ARCHITECTURES, long_model, random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,6 +45,26 @@ def test_bfloat16_logits_stay_close(architecture: str, make_engine: MakeEngine) 
     result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=1)
     assert result.cached_tokens == 131
     assert (logits - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("tokens", [2_100, 3_300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("known", [0, 700])
+def test_long_prompts_in_half_precision_stay_close(
+    known: int, dtype: torch.dtype, tokens: int, make_engine: MakeEngine
+) -> None:
+    """Prompts of some thousand tokens go through torch's own kernel, in parts where text is known."""
+    engine = make_engine(model=long_model(dtype=dtype), device="cuda")
+    shared = random_ids(known, seed=4)
+    if known:
+        engine.warm(shared)
+    prompt = [*shared, *random_ids(tokens, seed=tokens)]
+    _, expected = generate_with_logits(engine, prompt, mode="baseline", max_new_tokens=2)
+    result, logits = generate_with_logits(engine, prompt, mode="prefix_cache", max_new_tokens=2)
+    assert result.cached_tokens == known
+    assert (logits - expected).norm() <= 0.05 * expected.norm()
+    steps = engine.cache_stats()["steps"]
+    assert steps["by_kernel"] == steps["forwards"] > 0
 
 
 @pytest.mark.parametrize("cache_device", ["cpu", "model"])

@@ -20,7 +20,7 @@ from kvboost.run import decode
 from kvboost.run.packed_step import PackedModel
 from tests.engine.reuse_checks import pay_always
 from tests.fixture_types import MakeEngine
-from tests.tiny_models import random_ids
+from tests.tiny_models import random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.usefixtures("approximate_reuse"),
@@ -106,3 +106,18 @@ def test_probes_are_captured_and_choose_what_a_copy_would(
     assert answers(copied) == found
     assert not copied.cache_stats()["steps"]["probes"]
     assert all(found[1])
+
+
+def test_the_guard_reckons_with_what_was_measured(make_engine: MakeEngine) -> None:
+    model = tiny_model("llama", hidden_size=2048, intermediate_size=8192, num_attention_heads=16)
+    rates = make_engine(model=model, device="cuda", dtype=torch.bfloat16).core.parts.fit.costs.rates
+    assert rates is not None
+    assert 0 < rates.captured_s <= rates.launch_s < 1
+    assert 0 < rates.token_s < 1e-3
+    assert 0 <= rates.pair_s < rates.token_s
+    assert rates.forward_s(100_000, 0) > rates.forward_s(16, 0) >= rates.captured_s
+    from_host = make_engine("llama", device="cuda").core.parts.fit.costs.rates
+    on_device = make_engine("llama", device="cuda", cache_device="model").core.parts.fit.costs.rates
+    assert from_host is not None
+    assert on_device is not None
+    assert from_host.moved_s > on_device.moved_s

@@ -49,17 +49,17 @@ def count_or_none(value: Any, least: float = 1) -> int | None:
     return count
 
 
-def size(value: Any, or_none: str = "") -> int:
+def size(value: Any, or_none: str = "", least: int = 1) -> int:
     """A number of bytes, with a unit if one likes: 4MB, 512KiB."""
     match = re.fullmatch(r"(\d+)\s*([kmg]?i?)b?", str(value).strip().lower())
-    if match is None or match[2] not in _UNITS or int(match[1]) < 1:
-        raise click.BadParameter(f"expected a size of at least 1, like 4MB{or_none}, got {value!r}")
+    if match is None or match[2] not in _UNITS or int(match[1]) < least:
+        raise click.BadParameter(f"expected a size of at least {least}, like 4MB{or_none}, got {value!r}")
     return int(match[1]) * _UNITS[match[2]]
 
 
-def size_or_none(value: Any) -> int | None:
+def size_or_none(value: Any, least: int = 1) -> int | None:
     """A number of bytes, or None for the word none."""
-    return None if str(value).lower() == "none" else size(value, ' or "none"')
+    return None if str(value).lower() == "none" else size(value, ' or "none"', least)
 
 
 def seconds_or_none(value: Any) -> float | None:
@@ -99,6 +99,8 @@ def _type_of(each: Option) -> tuple[Any, str | None]:
         return click.IntRange(int(each.least or 0), most), "N"
     if each.kind == "count or none":
         return _named(count_or_none, least=max(1, int(each.least or 0))), "N|none"
+    if each.kind == "size or none":
+        return _named(size_or_none, least=1 if each.least is None else int(each.least)), "SIZE|none"
     if each.kind == "seconds":
         return click.FloatRange(each.least or 0, min_open=each.least is None), "SECONDS"
     return {
@@ -107,7 +109,6 @@ def _type_of(each: Option) -> tuple[Any, str | None]:
         "switch": (bool, None),
         "number": (float, "NUMBER"),
         "size": (size, "SIZE"),
-        "size or none": (size_or_none, "SIZE|none"),
         "seconds or none": (seconds_or_none, "SECONDS|none"),
         "share or auto": (ratio_or_auto, "SHARE|auto"),
         "bits": (bits, "16|8|4|k8v4"),

@@ -27,6 +27,7 @@ LEAST_RATE = 1 << 30  # bytes per second: of very large models, a pass may take 
 _LATE_SHARE = 0.5  # of a pass: then it goes on though requests are running
 _BUSY_S = 0.01
 _LEAST_S = 0.1
+_STOOD_STILL_S = 2.5  # the thread looks around more often, unless the whole process was stopped
 
 
 def stated_seconds(seconds: float, nbytes: int) -> float:
@@ -55,6 +56,7 @@ class Scrubber:
         self._left: deque[int] = deque()  # users that are gone
         self._thread: threading.Thread | None = None
         self._ended = False
+        self._seen_at = 0.0  # when the thread looked around last
 
     def add(self, user: int, watched: ModelWatch, lock: locks.ModelLock, seconds: float) -> None:
         """Scrub `watched` on behalf of `user`, who wants changes seen within `seconds`."""
@@ -131,6 +133,7 @@ class Scrubber:
         with self._changed:
             while True:
                 self._let_go()
+                self._forgive(time.monotonic())
                 if not self._tasks or self._ended:
                     break
                 task = min(self._tasks, key=lambda each: each.due)
@@ -138,8 +141,17 @@ class Scrubber:
                 if wait <= 0:
                     return task
                 self._changed.wait(min(wait, 1.0))
-            self._thread = None
+            self._thread, self._seen_at = None, 0.0
             return None
+
+    def _forgive(self, now: float) -> None:
+        """Time in which the process stood still makes nobody late: nothing was served of its models then."""
+        stood_still = now - self._seen_at
+        if self._seen_at and stood_still > _STOOD_STILL_S:
+            for task in self._tasks:
+                task.due += stood_still
+                task.started += stood_still
+        self._seen_at = now
 
     def _may_go(self, task: _Task, watched: ModelWatch) -> bool:
         """Between requests, or when it is late."""

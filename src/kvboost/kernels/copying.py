@@ -6,7 +6,7 @@ pinned is read and written where it lies. Knows tensors, no chunks and no arenas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,8 @@ except ImportError:
 
 _UNIT = 16  # bytes that are moved at once; all addresses and lengths are multiples of it
 _BLOCK = 2048  # words of 4 bytes
+_STAGED_BYTES = 256 << 20
+_LEAST_STAGED = 0.5  # of a tensor: less of it is read from where it lies
 
 if triton is not None:
 
@@ -72,8 +74,36 @@ def is_reachable(tensor: torch.Tensor) -> bool:
 
 
 def copy_in(slab: torch.Tensor, runs: Sequence[Run]) -> None:
-    """Copy runs into the slots of `slab` `[rows, slots, head_dim]`, in the order of its stream."""
-    _launch(slab, runs, into=True)
+    """Copy runs into the slots of `slab` `[rows, slots, head_dim]`, in the order of its stream.
+
+    What comes from the host is brought over as it lies first: a GPU copies whole tensors faster than its
+    programs read them over the bus.
+    """
+    near = [run for run in runs if not _is_far(run)]
+    if near:
+        _launch(slab, near, into=True)
+    for batch in _batches([run for run in runs if _is_far(run)]):
+        staged = [run._replace(tensor=run.tensor.to(slab.device, non_blocking=True)) for run in batch]
+        _launch(slab, staged, into=True)
+
+
+def _is_far(run: Run) -> bool:
+    """Whether most of a tensor comes from the host."""
+    return not run.tensor.is_cuda and run.tokens >= _LEAST_STAGED * run.tensor.shape[1]
+
+
+def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """As many at a time as there is room for on the device."""
+    batch: list[Run] = []
+    nbytes = 0
+    for run in runs:
+        if batch and nbytes + run.tensor.nbytes > _STAGED_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(run)
+        nbytes += run.tensor.nbytes
+    if batch:
+        yield batch
 
 
 def copy_out(slab: torch.Tensor, runs: Sequence[Run]) -> None:
@@ -105,7 +135,8 @@ def _launch(slab: torch.Tensor, runs: Sequence[Run], *, into: bool) -> None:
         ],
         dtype=np.int64,
     )
-    on_device = torch.from_numpy(table).to(slab.device)
+    # Pinned, so that nobody waits for what the stream has to do before.
+    on_device = torch.from_numpy(table).pin_memory().to(slab.device, non_blocking=True)
     with torch.cuda.device(slab.device):
         _copy_runs[(len(runs), slab.shape[0])](
             slab.view(torch.int32), on_device, slab.shape[1] * units, INTO=into, BLOCK=_BLOCK, num_warps=4

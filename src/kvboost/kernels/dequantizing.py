@@ -20,8 +20,8 @@ try:  # comes with torch for CUDA
 except ImportError:
     triton = None
 
-_BLOCK = 32  # tokens of a program
-_FIELDS = 9
+_BLOCK, _ROTATED_BLOCK = 32, 64  # tokens of a program
+_FIELDS, _FIRST, _LENGTH, _SLOT = 9, 6, 7, 8  # of a piece, and where some of them stand
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT16_MAX = 65504.0
 _MOST_CHANNELS = 256
@@ -30,10 +30,10 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _dequantize_runs(  # type: ignore[no-untyped-def]
-        SLAB, PIECES, ROWS, MATRIX, row_stride, slot_stride,
+        SLAB, PIECES, ROWS, MATRIX, scale, row_stride, slot_stride,
         HEAD_DIM: tl.constexpr, D: tl.constexpr, CODE_BYTES: tl.constexpr, BITS: tl.constexpr,
         PER_CHANNEL: tl.constexpr, GROUP: tl.constexpr, TOKEN_GROUPS: tl.constexpr, ROTATED: tl.constexpr,
-        KEEP_FIRST: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+        KEEP_FIRST: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, IN_HALVES: tl.constexpr,
     ):  # fmt: skip
         piece = PIECES + tl.program_id(0) * 9
         head = tl.program_id(1)
@@ -70,7 +70,13 @@ if triton is not None:
         numbers = tl.where(inside, codes.to(tl.float32) * steps + minima, 0.0)
         if ROTATED:
             matrix = tl.load(MATRIX + d[:, None] * D + d[None, :])
-            numbers = tl.dot(numbers, matrix, input_precision="ieee")
+            if IN_HALVES:  # signs are exact in 16 bits, and numbers nearly so in two parts
+                rough = numbers.to(tl.bfloat16)
+                rest = (numbers - rough.to(tl.float32)).to(tl.bfloat16)
+                numbers = tl.dot(rest, matrix, tl.dot(rough, matrix))
+            else:
+                numbers = tl.dot(numbers, matrix, input_precision="ieee")
+            numbers = numbers * scale
         if KEEP_FIRST:
             first = (
                 tl.load(first_at + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32) * unit
@@ -93,17 +99,14 @@ class Form(NamedTuple):
     code_bytes: int
 
 
-class QuantizedRun(NamedTuple):
-    """Tokens `[first, first + length)` of a quantized tensor of `tokens`, and their first slot in a slab.
+class Rotation(NamedTuple):
+    """What numbers are multiplied with: `signs` `[channels, channels]`, padded as `padded` says, by `scale`.
 
-    `parts` are its codes, steps, minima, exponents and first tokens, contiguous and on the slab's device.
+    Signs are 1, -1 and, between blocks of channels, 0, in bfloat16.
     """
 
-    parts: tuple[torch.Tensor, ...]
-    tokens: int
-    first: int
-    length: int
-    slot: int
+    signs: torch.Tensor
+    scale: float
 
 
 def can_dequantize(slab: torch.Tensor, head_dim: int) -> bool:
@@ -120,31 +123,35 @@ def can_dequantize(slab: torch.Tensor, head_dim: int) -> bool:
 def dequantize_runs(
     slab: torch.Tensor,
     rows: Sequence[int],
-    runs: Sequence[QuantizedRun],
+    runs: np.ndarray,
     form: Form,
-    rotation: torch.Tensor | None,
+    rotation: Rotation | None,
 ) -> None:
     """Write runs of heads `[len(rows)]` into these rows of `slab` `[rows, slots, head_dim]`.
 
-    `rotation` `[channels, channels]` is what numbers are multiplied with last; channels are padded to a power
-    of two, as `padded` says.
+    A run, of `[n, 9]`, is the addresses of a tensor's codes, steps, minima, exponents and first tokens, which
+    the slab's device can read; how many tokens it has; and of those to be written the first, how many, and
+    the slot of the first. Numbers are multiplied with `rotation` last.
     """
     head_dim, device = slab.shape[2], slab.device
-    pieces: list[tuple[int, ...]] = []
-    for parts, tokens, first, length, slot in runs:
-        addresses = [part.data_ptr() for part in parts]
-        pieces.extend(
-            (*addresses, tokens, first + at, min(_BLOCK, length - at), slot + at)
-            for at in range(0, length, _BLOCK)
-        )
-    tables = np.concatenate([np.array(pieces, dtype=np.int64).ravel(), np.array(rows, dtype=np.int64)])
+    in_halves = slab.dtype is not torch.float32
+    # A program reads the whole matrix, so it should have many tokens; float32 products take long to compile.
+    block = _ROTATED_BLOCK if rotation is not None and in_halves else _BLOCK
+    blocks = -(-runs[:, _LENGTH] // block)
+    pieces = np.repeat(runs, blocks, axis=0)
+    at = block * (np.arange(len(pieces)) - np.repeat(np.cumsum(blocks) - blocks, blocks))
+    pieces[:, _FIRST] += at
+    pieces[:, _SLOT] += at
+    pieces[:, _LENGTH] = np.minimum(block, pieces[:, _LENGTH] - at)
+    tables = np.concatenate([pieces.ravel(), np.array(rows, dtype=np.int64)])
     on_device = torch.from_numpy(tables).to(device)
     with torch.cuda.device(device) if slab.is_cuda else nullcontext():
         _dequantize_runs[(len(pieces), len(rows))](
             slab,
             on_device[: len(pieces) * _FIELDS],
             on_device[len(pieces) * _FIELDS :],
-            on_device if rotation is None else rotation,
+            on_device if rotation is None else rotation.signs if in_halves else rotation.signs.float(),
+            1.0 if rotation is None else rotation.scale,
             slab.stride(0),
             slab.stride(1),
             HEAD_DIM=head_dim,
@@ -157,7 +164,8 @@ def dequantize_runs(
             ROTATED=rotation is not None,
             KEEP_FIRST=form.keep_first,
             CLAMPED=slab.dtype is torch.float16,
-            BLOCK=_BLOCK,
+            BLOCK=block,
+            IN_HALVES=in_halves,
             num_warps=4,
         )
 

@@ -21,13 +21,16 @@ import torch
 from kvboost.errors import UnsupportedModelError
 from kvboost.kernels import observing, positional
 from kvboost.kernels.observing import Observed
-from kvboost.kernels.partial import merge, partial_attention
+from kvboost.kernels.partial import merge, partial_attention, takes_flash
 from kvboost.kernels.positional import DeviceWork
 from kvboost.kernels.scope import AttentionCall, model_attention
 from kvboost.kernels.work import SeenKeys, Stretch, work_of
 
 _WINDOW_QUERIES = 512  # per mask of a sliding window
 _PICKED_QUERIES = 64  # per mask, where tokens lie between others
+# With a sequence of so many new tokens, and no more sequences than this beside it, torch's own kernel is
+# faster on a GPU than ours.
+_FLASH_QUERIES, _FLASH_FEEDS = 2048, 8
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class PackedAttention:
         self._shared = tuple(self._shared_keys())
         self._masks: dict[Any, torch.Tensor | None] = {}
         self._work: dict[Any, DeviceWork] = {}
+        self._is_by_flash = False
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -122,8 +126,8 @@ class PackedAttention:
 
     @property
     def is_by_kernel(self) -> bool:
-        """Whether the kernel for a GPU computed some of it."""
-        return bool(self._work)
+        """Whether a kernel for a GPU computed some of it."""
+        return bool(self._work) or self._is_by_flash
 
     @property
     def is_decode(self) -> bool:
@@ -193,12 +197,16 @@ class PackedAttention:
 
         Returns `[1, n, heads, head_dim]`. The call's mask is ignored.
         """
-        if positional.is_on_gpu(call, self.device) and not positional.why_not(call):
-            window = self._windows[call.module]
+        on_gpu = positional.is_on_gpu(call, self.device) and not positional.why_not(call)
+        window = self._windows[call.module]
+        is_long = self._is_long_prefill and window is None and call.is_plain
+        if on_gpu and is_long and takes_flash(call.query, call.value):
+            self._is_by_flash = True
+        elif on_gpu:
             return observing.attend(call, self._device_work(call), window, self._observed)
         if self._observed is not None:
             raise UnsupportedModelError("a layer's attention cannot be observed")
-        layer = _Layer(call, self._windows[call.module])
+        layer = _Layer(call, window)
         if not call.is_plain:
             return self._one_by_one(call, layer)
         for index, feed in enumerate(self.feeds):
@@ -211,6 +219,18 @@ class PackedAttention:
         for keys, first, last in self._shared:
             self._add_shared(keys, first, last, layer)
         return layer.out.transpose(0, 1).unsqueeze(0).to(call.query.dtype)
+
+    @cached_property
+    def _is_long_prefill(self) -> bool:
+        """Whether some sequences have many new tokens and others one, and nobody observes them."""
+        tokens = [feed.tokens for feed in self.feeds]
+        return (
+            self._observed is None
+            and max(tokens) >= _FLASH_QUERIES
+            and len(tokens) <= _FLASH_FEEDS
+            and all(count == 1 or count >= _FLASH_QUERIES for count in tokens)
+            and all(feed.picks is None and feed.first in (0, feed.own.length - 1) for feed in self.feeds)
+        )
 
     def _device_work(self, call: AttentionCall) -> DeviceWork:
         """The tables for the kernel, made once for all layers of a shape."""

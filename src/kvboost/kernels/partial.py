@@ -29,6 +29,17 @@ def merge(out: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, sums: tor
     weight.copy_(total)
 
 
+def takes_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch has its fastest kernel for a GPU's `[batch, heads, n, head_dim]`, without a mask."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[3] == value.shape[3]
+        and query.shape[3] % 8 == 0
+        and query.shape[3] <= _MAX_HEAD_DIM
+    )
+
+
 def partial_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -17,7 +17,7 @@ import numpy as np
 
 ITEM_FIELDS = 5  # first query, queries, first range, end of the ranges, first part (or -1)
 RANGE_FIELDS = 3  # first slot, keys, position of the first key
-_LEAST_SPLIT = 128  # keys of an item
+LEAST_SPLIT = 128  # keys of an item
 _KEY_BLOCK = 64
 _PROGRAMS = 528  # as many as keep a large GPU busy
 
@@ -77,14 +77,15 @@ def work_of(
     kv_heads: int,
     tile: Tile,
     all_in_parts: bool = False,
+    least_split: int = LEAST_SPLIT,
 ) -> Work:
     """Cut what queries at `positions` `[n]` see into items; `group` heads share the keys of a KV head.
 
-    With `all_in_parts`, no item completes a query by itself.
+    With `all_in_parts`, no item completes a query by itself. Items have `least_split` keys or more.
     """
     blocks = list(_blocks(seen, positions, group, tile))
     keys = sum(block.keys for block in blocks)
-    split = max(_LEAST_SPLIT, -(-keys * kv_heads // _PROGRAMS))
+    split = max(least_split, -(-keys * kv_heads // _PROGRAMS))
     split = -(-split // _KEY_BLOCK) * _KEY_BLOCK
     items: list[tuple[int, int, int, int]] = []
     is_wide: list[bool] = []

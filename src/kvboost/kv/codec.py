@@ -13,15 +13,15 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvboost.choices import KVBits
 from kvboost.kernels import copying, dequantizing
 from kvboost.kernels.copying import Run
-from kvboost.kernels.dequantizing import QuantizedRun
 from kvboost.kernels.fallback import launched
 from kvboost.kv.arena import Arena, own_copy
 from kvboost.kv.device_tier import DeviceTier
@@ -215,17 +215,31 @@ class KVCodec:
         Every placement comes with what its chunk keeps, on the device of `slabs` `[heads, slots, head_dim]`.
         """
         assert self._parts is not None
+        where = np.array(
+            [(kv.tokens, offset, end - offset, start) for _, (kv, start, offset, end) in placements],
+            dtype=np.int64,
+        )
+        lengths, kind = np.unique(where[:, 0], return_inverse=True)
         for number, (slab, parts) in enumerate(zip(slabs, self._parts, strict=True)):
-            runs: dict[_Part, list[QuantizedRun]] = {part: [] for part in parts}
-            for kept, (kv, start, offset, end) in placements:
-                for part, quantized in _placed(parts, kept[number], kv.tokens):
-                    run = QuantizedRun(quantized.tensors, kv.tokens, offset, end - offset, start)
-                    runs[part].append(run)
-            for part, each in runs.items():
+            bases = np.array([kept[number].data_ptr() for kept, _ in placements], dtype=np.int64)
+            offsets = np.array([_offsets(parts, tokens) for tokens in lengths.tolist()], dtype=np.int64)
+            for index, part in enumerate(parts):
                 block, form = part.block, form_of(part.scheme, part.head_dim)
                 rows = [first + head for first in block.firsts for head in range(block.heads_per_layer)]
                 rotation = rotation_of(part.scheme, part.head_dim, slab.device)
-                dequantizing.dequantize_runs(slab, rows, each, form, rotation)
+                runs = np.concatenate([bases[:, None] + offsets[kind, index], where], axis=1)
+                dequantizing.dequantize_runs(slab, rows, runs, form, rotation)
+
+
+@lru_cache(maxsize=256)
+def _offsets(parts: tuple[_Part, ...], tokens: int) -> list[list[int]]:
+    """For every part, the first byte of each of its sections in a buffer of so many tokens."""
+    found, at = [], 0
+    for part in parts:
+        sizes = [_padded_bytes(section) for section in part.sections(tokens)]
+        found.append([at + sum(sizes[:number]) for number in range(len(sizes))])
+        at += sum(sizes)
+    return found
 
 
 def _placed(

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from kvboost.errors import InvalidRequestError, UnstorableKVError
-from kvboost.kernels.dequantizing import Form, padded
+from kvboost.kernels.dequantizing import Form, Rotation, padded
 
 NOT_FINITE = "not finite"
 TOO_LARGE = "too large to be quantized"
@@ -332,15 +332,15 @@ def form_of(scheme: Scheme, head_dim: int) -> Form:
 
 
 @lru_cache(maxsize=32)
-def rotation_of(scheme: Scheme, head_dim: int, device: torch.device) -> torch.Tensor | None:
-    """What heads are multiplied with after decoding, `[channels, channels]` padded; None: nothing."""
+def rotation_of(scheme: Scheme, head_dim: int, device: torch.device) -> Rotation | None:
+    """What heads are multiplied with after decoding; None: nothing."""
     size = min(scheme.hadamard, head_dim & -head_dim)
     if size == 1:
         return None
     matrix = torch.zeros(padded(head_dim), padded(head_dim), device=device)
     for at in range(0, head_dim, size):
         matrix[at : at + size, at : at + size] = _hadamard(size, torch.float32, device)
-    return matrix
+    return Rotation(matrix.sign().bfloat16(), size**-0.5)
 
 
 @lru_cache(maxsize=32)

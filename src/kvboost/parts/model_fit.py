@@ -27,6 +27,7 @@ from kvboost.locks import model_lock
 from kvboost.proof.selftest import check_exactness
 from kvboost.requests.request import Request
 from kvboost.reuse.costs import ForwardCosts
+from kvboost.reuse.device_rates import measured_rates
 from kvboost.run import packed_step
 from kvboost.settings import EngineSettings
 
@@ -92,7 +93,10 @@ class ModelFit:
             check_exactness(model, self.layout)
             self.why_not_packed = packed_step.why_not(model, self.layout)
             self.rotation = rope.learn_rotation(model, self.layout)
-            self.costs = ForwardCosts(model, settings.chunk_size)  # runs the model on a GPU
+            rates = None
+            if not self.why_not_packed:  # runs the model on a GPU
+                rates = measured_rates(model, self.layout, from_host=settings.cache_device == "cpu")
+            self.costs = ForwardCosts(model, settings.chunk_size, rates)
             self._ignore_what_forwards_change(before)
         state = self.watch.read()
         self._structure, self._misfit = state.structure, ""

@@ -2,7 +2,8 @@
 
 The unit is the forward of one token without context. Each token costs one for the linear layers and a
 little per key that it attends to, and each forward has a fixed overhead. This is rough on purpose: it only
-has to tell whether reuse pays. Knows the model's shapes, no cache and no strategy.
+has to tell whether reuse pays. On a GPU all of that is measured (`device_rates`), and reuse must win by a
+margin. Knows the model's shapes, no cache and no strategy.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import torch
 from kvboost.compat import text_config
 from kvboost.kv.rope import max_positions
 from kvboost.models import ReusedRun
+from kvboost.reuse.device_rates import DeviceRates
 from kvboost.reuse.repair import live_positions, positions_of
 
-# All four were measured, see docs/log.md.
+# All of these were measured, see docs/log.md.
 _SCATTERED = {"cpu": 1.2, "cuda": 3.0}  # a forward over scattered positions, against a contiguous one
 _OBSERVED = 1.5  # a forward whose attention is observed, against one whose is not
 _FORWARD_TOKENS = 16.0  # a forward's overhead on a CPU; on a GPU it depends on the model and is measured
 _MOVED_TOKEN = 0.02  # finding, copying and re-rotating the KV of one token
 _PROBE_TOKENS = (16, 4096)
+_MARGIN = 1.1  # of a repair's forward on a GPU that was measured: it must not lose
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,12 @@ def _head_dim(config: Any) -> int | None:
 
 
 class ForwardCosts:
-    """What forwards of one model cost; its prompts are cut into chunks of `chunk_size` tokens."""
+    """What forwards of one model cost; its prompts are cut into chunks of `chunk_size` tokens.
 
-    def __init__(self, model: Any, chunk_size: int = 128) -> None:
+    With `rates` of the GPU that it is on, these are reckoned with.
+    """
+
+    def __init__(self, model: Any, chunk_size: int = 128, rates: DeviceRates | None = None) -> None:
         config = text_config(model)
         vocabulary = config.vocab_size
         inner = sum(p.numel() for p in model.parameters() if p.shape[:1] != (vocabulary,))
@@ -69,14 +75,23 @@ class ForwardCosts:
         self._pair = 4 * heads * head_dim * layers / max(2 * inner, 1)
         self._chunk_size = chunk_size
         self.layers = layers
+        self.rates = rates
+        self._moved, self._repair = _MOVED_TOKEN, 0.0
+        if rates is not None:
+            self._scattered = _MARGIN
+            self._moved, self._repair = rates.moved_s / rates.token_s, rates.repair_s / rates.token_s
+            return
         self._fixed = forward_overhead_tokens(model)
         device = model.get_input_embeddings().weight.device.type
         self._scattered = _SCATTERED.get(device, _SCATTERED["cuda"])
 
-    def forward(self, positions: np.ndarray) -> float:
+    def forward(self, positions: np.ndarray, *, scattered: bool = False) -> float:
         """One forward over tokens at `positions` `[n]`, each of which attends to all before it."""
         if len(positions) == 0:
             return 0.0
+        if self.rates is not None:
+            keys = float(positions.sum())
+            return self.rates.forward_s(len(positions), keys, scattered=scattered) / self.rates.token_s
         return float(self._fixed + len(positions) + self._pair * positions.sum())
 
     def observed_forward(self, positions: np.ndarray) -> float:
@@ -98,8 +113,8 @@ class ForwardCosts:
         reused = positions_of(runs, exact=False)
         again = reused[:: max(1, round(1 / share))] if share else reused[:0]
         computed = np.concatenate([live_positions(runs, total), again])
-        cost = self._scattered * self.forward(computed) + _MOVED_TOKEN * len(reused)
-        return CostEstimate(prefill, cost + choosing)
+        cost = self._scattered * self.forward(computed, scattered=True) + self._moved * len(reused)
+        return CostEstimate(prefill, cost + choosing + self._repair)
 
 
 def exact_end(runs: Sequence[ReusedRun]) -> int:

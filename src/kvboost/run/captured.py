@@ -24,7 +24,7 @@ from kvboost.kernels import observing, positional
 from kvboost.kernels.packed import PackedAttention
 from kvboost.kernels.scope import AttentionCall, forward_scope
 from kvboost.kernels.windows import windows_of
-from kvboost.kernels.work import SeenKeys, Work, work_of
+from kvboost.kernels.work import LEAST_SPLIT, SeenKeys, Work, work_of
 from kvboost.kv.arena import Arena
 from kvboost.run.step_tables import TOKENS, LayerShape, Size, StepTables, part_buffers
 
@@ -32,6 +32,7 @@ _MOST_BYTES = 2 << 30  # of all graphs
 _OFTEN = 2  # a size is captured that so many steps have missed
 _MOST_DOUBLED = 6
 _OWN_MULTIPLE = 64  # keys
+_COARSER = (1, 4, 16)  # times the least keys of an item: of many queries, fewer parts fit the tables
 _TOLERANCE = 2e-2  # between a forward and its replay, of the norm of the logits
 
 
@@ -147,15 +148,20 @@ class CapturedSteps:
             positions = positions + _OWN_MULTIPLE  # as far as anything reaches
         found: dict[LayerShape, Work] = {}
         for shape in self._shapes:
-            cut = work_of(
-                seen,
-                positions,
-                group=shape.group,
-                kv_heads=shape.kv_heads,
-                tile=shape.tile,
-                all_in_parts=True,
+            cuts = (
+                work_of(
+                    seen,
+                    positions,
+                    group=shape.group,
+                    kv_heads=shape.kv_heads,
+                    tile=shape.tile,
+                    all_in_parts=True,
+                    least_split=times * LEAST_SPLIT,
+                )
+                for times in _COARSER
             )
-            if not tables.holds(shape, cut):
+            cut = next((each for each in cuts if tables.holds(shape, each)), None)
+            if cut is None:
                 return None
             found[shape] = cut
         self._last_works = (tables, seen, found) if attention.is_decode else None

@@ -17,7 +17,9 @@ from kvboost.kernels.packed import PackedAttention
 from kvboost.kernels.positional import DeviceWork
 from kvboost.kernels.work import ITEM_FIELDS, RANGE_FIELDS, Tile, Work
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SMALL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# Launching a forward takes as long as computing some 1,500 tokens. Up there padding costs: sizes lie closer.
+TOKENS = (*_SMALL, *range(640, 1537, 128))
 _MOST_LOGITS = 64
 _MOST_OBSERVED = 32  # tokens whose attention is observed
 _BROKEN_BLOCKS = 512  # of keys, beside those that are full
@@ -34,18 +36,18 @@ class Size(NamedTuple):
 
     @classmethod
     def all(cls, sequences: int) -> list[Size]:
-        """Sizes for every step of at most so many sequences."""
-        single = [cls(tokens, 1) for tokens in TOKENS]
+        """Sizes for every step of at most so many sequences, but for large ones: these, when they come."""
+        single = [cls(tokens, 1) for tokens in _SMALL]
         most = max(min(sequences, _MOST_LOGITS), 1)
-        several = [cls(tokens, min(tokens, _MOST_LOGITS)) for tokens in TOKENS if tokens > 1]
+        several = [cls(tokens, min(tokens, _MOST_LOGITS)) for tokens in _SMALL if tokens > 1]
         return single + [size for size in several if most > 1 and size.logits < 2 * most]
 
     @classmethod
     def holding(cls, tokens: int, logits: int, *, observed: bool = False) -> Size | None:
         """The smallest for so many; None where they are too many."""
         fitting = next((each for each in TOKENS if each >= tokens), None)
-        if fitting is None or logits > _MOST_LOGITS:
-            return None
+        if fitting is None or logits > _MOST_LOGITS or (fitting > _SMALL[-1] and logits > 1):
+            return None  # large steps of several sequences are hardly ever alike
         if observed:
             return cls(fitting, 1, observed) if fitting <= _MOST_OBSERVED else None
         return cls(fitting, 1 if logits <= 1 else min(fitting, _MOST_LOGITS))

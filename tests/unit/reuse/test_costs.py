@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvboost.kv.layout import probe_layout
 from kvboost.models import ReusedRun
 from kvboost.reuse.costs import CostEstimate, ForwardCosts
+from kvboost.reuse.device_rates import DeviceRates, measured_rates
 from kvboost.reuse.strategies.cacheblend import CacheBlendRecompute
 
 
@@ -89,3 +91,39 @@ def test_an_estimate_in_words() -> None:
     )
     assert str(CostEstimate(prefill=100.0, reuse=100.0)).startswith("prefill: ")
     assert not CostEstimate(100.0, 100.0).pays
+
+
+# As measured for an 8B model on a large GPU.
+RATES = DeviceRates(
+    launch_s=0.04, captured_s=0.01, token_s=31e-6, pair_s=1.2e-9, scattered_pair_s=1.9e-9, moved_s=2e-6
+)
+
+
+@pytest.fixture
+def on_gpu(make_llama: Callable[..., Any]) -> ForwardCosts:
+    return ForwardCosts(make_llama(max_position_embeddings=8192), rates=RATES)
+
+
+def test_on_a_gpu_a_forward_costs_what_was_measured(on_gpu: ForwardCosts) -> None:
+    assert on_gpu.forward(np.arange(0)) == 0
+    assert on_gpu.forward(np.arange(1)) == on_gpu.forward(np.arange(200)) == pytest.approx(0.01 / 31e-6)
+    assert on_gpu.forward(np.arange(8_000)) == pytest.approx(8_000 + 1.2e-9 * 8_000 * 7_999 / 2 / 31e-6)
+
+
+@pytest.mark.parametrize("tokens", [4_000, 8_000, 32_000])
+def test_on_a_gpu_what_is_mostly_known_pays_and_what_is_not_does_not(
+    on_gpu: ForwardCosts, tokens: int
+) -> None:
+    for share in (0.6, 0.8, 1.0):
+        known = [moved(16, 16 + int(share * tokens))]
+        assert estimate(on_gpu, known, tokens + 56, 0.15, "guided").pays, share
+    assert not estimate(on_gpu, [moved(16, 16 + tokens // 10)], tokens, 0.15, "guided").pays
+
+
+def test_on_a_gpu_short_prompts_do_not_pay(on_gpu: ForwardCosts) -> None:
+    assert not estimate(on_gpu, [moved(0, 700)], 720, 0.15, "guided").pays
+
+
+def test_without_a_gpu_nothing_is_measured(make_llama: Callable[..., Any]) -> None:
+    model = make_llama()
+    assert measured_rates(model, probe_layout(model), from_host=True) is None
