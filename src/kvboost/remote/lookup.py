@@ -21,7 +21,8 @@ from kvboost.remote.keys import RemoteKeys, part
 from kvboost.store.content_index import WINDOW_TOKENS
 
 PEEK_BYTES = 128  # holds the header of a part, and a place
-MIN_TOKENS = 32  # less than that is not worth a question, or a record
+MIN_TOKENS = 32  # less than that is not worth a question
+_MIN_NEW = 8  # nor is a record with fewer tokens that no other has
 
 
 class Wanted(NamedTuple):
@@ -118,7 +119,7 @@ class Question:
 
     def _moved(self, values: Sequence[bytes | None], exact: Sequence[Wanted]) -> list[Wanted]:
         """Records with sampled windows of the prompt, as few texts as cover what they can, in order."""
-        hits: dict[Wanted, int] = defaultdict(int)
+        hits: dict[Wanted, list[int]] = defaultdict(list)  # where the windows begin
         for at, value in zip(self._windows, values, strict=True):
             place = WindowPlace.from_bytes(value)
             if place is None:
@@ -126,41 +127,58 @@ class Question:
             start = at - place.offset
             # Text in common reaches beyond its first and last samples, by less than `every` tokens.
             if place.offset > 1 - WINDOW_TOKENS - self._every:
-                hits[Wanted(place.digest, start, place.tokens, 0, place.parent)] += 1
+                hits[Wanted(place.digest, start, place.tokens, 0, place.parent)].append(at)
             if place.offset < self._every and place.parent_tokens:
-                hits[Wanted(place.parent, start - place.parent_tokens, place.parent_tokens)] += 1
+                hits[Wanted(place.parent, start - place.parent_tokens, place.parent_tokens)].append(at)
         covered = np.zeros(self._limit, dtype=bool)
         covered[: exact[-1].end if exact else self._start] = True
         there = {wanted.digest for wanted in exact}
         chosen: list[Wanted] = []
         for text in _texts(hits):
-            for wanted in text:
-                inside = covered[max(0, wanted.start) : max(0, wanted.end)]
-                if wanted.digest not in there and np.count_nonzero(~inside) >= min(MIN_TOKENS, wanted.tokens):
-                    inside[:] = True
+            first, last = text.first - self._every + 1, text.last + WINDOW_TOKENS + self._every - 1
+            for wanted in text.records:
+                hopeful = covered[max(0, wanted.start, first) : max(0, min(wanted.end, last))]
+                if wanted.digest not in there and np.count_nonzero(~hopeful) >= _MIN_NEW:
                     there.add(wanted.digest)
                     chosen.append(wanted)
+            covered[max(0, text.first) : text.last + WINDOW_TOKENS] = True
         return sorted(chosen, key=lambda wanted: wanted.start)
 
 
-def _texts(hits: dict[Wanted, int]) -> list[list[Wanted]]:
+class _Text(NamedTuple):
+    """Records that follow each other in one stored text, and where windows that show it begin."""
+
+    records: list[Wanted]
+    windows: set[int]
+
+    @property
+    def first(self) -> int:
+        return min(self.windows)
+
+    @property
+    def last(self) -> int:
+        return max(self.windows)
+
+
+def _texts(hits: dict[Wanted, list[int]]) -> list[_Text]:
     """Records that follow each other in one stored text, together; the text with most windows first."""
     merged: dict[tuple[str, int], Wanted] = {}
-    counts: dict[tuple[str, int], int] = defaultdict(int)
-    for wanted, count in hits.items():
+    windows: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for wanted, found in hits.items():
         place = wanted.digest, wanted.start
-        counts[place] += count
+        windows[place] += found
         if place not in merged or wanted.parent:
             merged[place] = wanted
-    text_of: dict[tuple[str, int], list[Wanted]] = {}
-    texts: list[list[Wanted]] = []
+    text_of: dict[tuple[str, int], _Text] = {}
+    texts: list[_Text] = []
     ends = {(wanted.digest, wanted.end): wanted for wanted in merged.values()}
     for wanted in sorted(merged.values(), key=lambda each: each.start):
         before = ends.get((wanted.parent, wanted.start))
         text = text_of.get((before.digest, before.start)) if before is not None else None
         if text is None:
-            text = []
+            text = _Text([], set())
             texts.append(text)
-        text.append(wanted)
+        text.records.append(wanted)
+        text.windows.update(windows[wanted.digest, wanted.start])
         text_of[wanted.digest, wanted.start] = text
-    return sorted(texts, key=lambda text: -sum(counts[each.digest, each.start] for each in text))
+    return sorted(texts, key=lambda text: -len(text.windows))
