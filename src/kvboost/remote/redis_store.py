@@ -39,8 +39,9 @@ except ImportError as error:
 _CONNECT_S = 1.0
 _ANSWER_S = 5.0  # a request waits no longer than its own deadline; this ends a connection that hangs
 _READ_BYTES = 1 << 20  # per call of recv: values are megabytes
-_CLAIM_MS = 15_000
+_CLAIM, _CLAIM_MS = ":claim", 15_000
 _SCAN = 1_000
+_FIRST_PART = ":0"
 
 
 class RedisStore(ByteStore):
@@ -106,18 +107,19 @@ class RedisStore(ByteStore):
         steps = [values] if not self._is_cluster else [values[:-1], values[-1:]]
         for step in steps:
             if step:
-                self._run([("SET", name, b"".join(buffers)) for name, buffers in step])
+                commands: list[Sequence[Any]] = [("SET", name, b"".join(each)) for name, each in step]
+                self._run(commands + _without_claims([name for name, _ in step]))
 
     def claim(self, names: Sequence[str]) -> list[bool]:
         commands: list[Sequence[Any]] = []
         for name in names:
-            commands += [("EXISTS", name), ("SET", f"{name}:claim", b"", "NX", "PX", _CLAIM_MS)]
+            commands += [("EXISTS", name), ("SET", name + _CLAIM, b"", "NX", "PX", _CLAIM_MS)]
         found = self._run(commands) if commands else []
         return [not there and bool(ours) for there, ours in zip(found[::2], found[1::2], strict=True)]
 
     def delete(self, names: Sequence[str]) -> None:
-        if names:
-            self._run([("UNLINK", name) for name in names])
+        if names:  # with the claim: who computes it again must be able to write it at once
+            self._run([("UNLINK", name) for name in names] + _without_claims(names))
 
     def ping(self) -> None:
         self._run([("GETRANGE", self.asked_last, 0, 0)])
@@ -148,6 +150,11 @@ class RedisStore(ByteStore):
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
+
+
+def _without_claims(names: Sequence[str]) -> list[Sequence[Any]]:
+    """Commands that end what was claimed: records, which are claimed by their first part."""
+    return [("UNLINK", name + _CLAIM) for name in names if name.endswith(_FIRST_PART)]
 
 
 def _store_error(error: Exception) -> StoreError:
