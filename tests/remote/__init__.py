@@ -1,0 +1,1 @@
+"""A store that several machines share, on real servers: Redis (one, and a cluster) and S3."""
