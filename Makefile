@@ -54,6 +54,7 @@ bench: $(VENV)/.full
 	$(VENV)/bin/kvboost evaluate examples/questions.jsonl --max-new-tokens 16 --again --out benchmarks/results
 	$(VENV)/bin/kvboost bench quant --out benchmarks/results
 	$(VENV)/bin/kvboost bench disk --out benchmarks/results
+	$(VENV)/bin/python -m benchmarks.suite.local_stores $(VENV)/bin/kvboost bench remote --out benchmarks/results
 	$(VENV)/bin/kvboost bench batch --out benchmarks/results
 	$(VENV)/bin/kvboost bench chat --out benchmarks/results
 	$(VENV)/bin/kvboost bench agents --out benchmarks/results

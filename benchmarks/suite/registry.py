@@ -14,12 +14,13 @@ from benchmarks.suite.commands.peers import peers
 from benchmarks.suite.commands.placing import homes, mixtures
 from benchmarks.suite.commands.quality import quality
 from benchmarks.suite.commands.quant import quant
+from benchmarks.suite.commands.remote import remote
 from benchmarks.suite.commands.store import eviction, lookup
 
 COMMANDS: dict[str, click.Command] = {
     str(command.name): command
     for command in (
         *(agents, batch, chat, disk, encoding, evaluation, eviction, homes, lookup, mixtures, peers, quality),
-        quant,
+        *(quant, remote),
     )
 }
