@@ -105,3 +105,10 @@ def test_bad_values_are_usage_errors(arguments: list[str], named: str) -> None:
     outcome = CliRunner().invoke(command, arguments)
     assert outcome.exit_code == 2
     assert named in outcome.stderr
+
+
+@pytest.mark.parametrize(("given", "code"), [("0", 1), ("4MB", 1), ("none", 1), ("-1", 2), ("much", 2)])
+def test_no_copies_on_a_gpu_are_asked_for_with_0(given: str, code: int) -> None:
+    outcome = CliRunner().invoke(main, ["generate", "no/such/model", "x", "--gpu-cache-bytes", given])
+    assert outcome.exit_code == code
+    assert code == 1 or "at least 0" in outcome.stderr

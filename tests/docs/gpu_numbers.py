@@ -127,7 +127,8 @@ def made() -> str:
             "--plain-rounds 2 --pairs 3`, `bench homes`, `bench rag --prompt-tokens 8000 | 32000` (from the "
             "host with `--cache-device cpu --gpu-cache-bytes 0`), `bench mixtures`, `bench batch --batch 64 "
             "--prefixes 4 --prefix-tokens 2048 --shortest-tail 20 --longest-tail 40 --new-tokens 64`, each "
-            "with `--model random:8b --dtype bfloat16` and, where nothing else is said, `--cache-device model`.",
+            "with `--model random:8b --dtype bfloat16` and, where nothing else is said, `--cache-device "
+            "model`.",
         ]
     )
 
@@ -141,8 +142,9 @@ def readme_line() -> str:
     return (
         f"With an 8B shape on an NVIDIA H200, a first token behind {prefix['shared_tokens']:,} cached tokens "
         f"takes {first:.0f} ms, known documents in a new order answer {speedups[0]:.1f} x sooner (8,000 "
-        f"tokens) and {speedups[1]:.1f} x sooner (32,000), and 64 prompts over shared text run at {batch:.0f} x the "
-        "speed of transformers' continuous batching ([numbers](docs/performance.md#on-a-gpu))"
+        f"tokens) and {speedups[1]:.1f} x sooner (32,000), and 64 prompts over shared text run at "
+        f"{batch:.0f} x the speed of transformers' continuous batching "
+        "([numbers](docs/performance.md#on-a-gpu))"
     )
 
 

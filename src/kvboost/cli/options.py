@@ -99,8 +99,9 @@ def _type_of(each: Option) -> tuple[Any, str | None]:
         return click.IntRange(int(each.least or 0), most), "N"
     if each.kind == "count or none":
         return _named(count_or_none, least=max(1, int(each.least or 0))), "N|none"
-    if each.kind == "size or none":
-        return _named(size_or_none, least=1 if each.least is None else int(each.least)), "SIZE|none"
+    if each.kind == "size or none":  # elsewhere 0 would be a budget that holds nothing
+        least = 0 if each.name == "gpu_cache_bytes" else 1
+        return _named(size_or_none, least=least), "SIZE|none"
     if each.kind == "seconds":
         return click.FloatRange(each.least or 0, min_open=each.least is None), "SECONDS"
     return {
