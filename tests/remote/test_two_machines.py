@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
+from kvboost.loading.embedded import checkpoint_folder
 from tests.fixture_types import MakeEngine
 from tests.remote.machines import counts, same_as_baseline, written
 from tests.remote.servers import RedisCluster, RedisServer, S3Server, certificates, environment
@@ -263,6 +264,10 @@ def test_the_built_in_model_in_another_process(
     with KVBoost(real.model, real.tokenizer, remote_cache=address) as engine:
         expected = engine.generate(prompt, max_new_tokens=8, mode="prefix_cache")
         written(engine)
+    folder = checkpoint_folder()  # it has the weights, as every machine with the model has
+    models = tmp_path / ".cache" / "kvboost" / "models"
+    models.mkdir(parents=True)
+    (models / folder.name).symlink_to(folder)
     found = another_machine(tmp_path, address, "builtin", prompt)
     assert found["tokens"] == found["baseline"] == list(expected.token_ids)
     assert found["cached"] == expected.prompt_tokens - 1, found["remote"]

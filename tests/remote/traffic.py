@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -44,17 +43,15 @@ class Traffic:
             beginning = random_ids(tokens, seed=seed * 1000 + number % _BEGINNINGS)
             cut = draw.randrange(tokens // 2, tokens)
             self.prompts.append([*beginning[:cut], *random_ids(20, seed=seed * 1000 + 500 + number)])
-        self._expected, self.plain_s = [], []
-        for prompt in self.prompts:
-            started = time.monotonic()
-            result = engine.generate(prompt, max_new_tokens=_NEW_TOKENS, mode="baseline")
-            self.plain_s.append(time.monotonic() - started)
-            self._expected.append(list(result.token_ids))
+        self.plain_s: list[float] = []
+        self._expected = [self.plain(engine, number) for number in range(count)]
 
-    @property
-    def usual_s(self) -> float:
-        """How long a prompt takes without any reuse."""
-        return statistics.median(self.plain_s)
+    def plain(self, engine: KVBoost, number: int) -> list[int]:
+        """What the model says without any reuse; how long it took is noted."""
+        started = time.monotonic()
+        result = engine.generate(self.prompts[number], max_new_tokens=_NEW_TOKENS, mode="baseline")
+        self.plain_s.append(time.monotonic() - started)
+        return list(result.token_ids)
 
     def ask(self, engine: KVBoost, number: int, outcome: Outcome) -> int:
         """One request, counted; how many of its tokens were reused."""
@@ -75,7 +72,9 @@ class Traffic:
         outcome = outcome or Outcome()
         for _ in range(count):
             engine.clear()
-            self.ask(engine, self._draw.randrange(len(self.prompts)), outcome)
+            number = self._draw.randrange(len(self.prompts))
+            self.ask(engine, number, outcome)
+            self.plain(engine, number)  # in turn, so that other work slows both down
         return outcome
 
     def fill(self, engine: KVBoost) -> None:
