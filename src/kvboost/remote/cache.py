@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from kvboost.disk.cache import Readers
-from kvboost.disk.chunk_tier import OTHER_FORM
 from kvboost.identity.namespace import Namespace
-from kvboost.kv.codec import KeptChunk, KVCodec, StoredKV
+from kvboost.kv.codec import KeptChunk, KVCodec
 from kvboost.locks import fork_safe_lock
-from kvboost.remote import parts
+from kvboost.remote import belief, parts
 from kvboost.remote.breaker import Breaker
 from kvboost.remote.byte_store import DENIED, TIMEOUT, UNREACHABLE, ByteStore, StoreError
 from kvboost.remote.keys import RemoteKeys, part
@@ -39,6 +38,7 @@ _AHEAD = 6  # records that are being read or wait to be stored
 _DRAIN_S = 30.0
 NOT_THERE = "never stored"
 TOO_SLOW = "too slow to pay"
+NO_ROOM = "no room"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Seen:
     end: int = 0
     ms: float = 0.0
     moved_tokens: int = 0
+    starts: tuple[int, ...] = ()  # of the chunks up to `end`
 
 
 class RemoteCache:
@@ -112,7 +113,8 @@ class RemoteCache:
         size = sum(self._size(each) for each in exact)
         ms = 1e3 * (2 * self.breaker.trip_s + size / self.breaker.bytes_per_s)
         moved = sum(min(each.end, limit) - max(each.start, 0) for each in wanted if each not in found.exact)
-        return Seen(min(exact[-1].end, limit) if exact else 0, ms, moved)
+        starts = tuple(each.start for each in exact)
+        return Seen(min(exact[-1].end, limit) if exact else 0, ms, moved, starts)
 
     def _ask(
         self, ids: np.ndarray, namespace: Namespace, limit: int, anywhere: bool
@@ -177,13 +179,18 @@ class RemoteCache:
             counter[reason] += number
 
     def _size(self, wanted: Wanted) -> int:
-        return wanted.record_bytes or self._codec.bytes_for(wanted.tokens)
+        """About how many bytes are read; what a peer says is believed as far as it can be true."""
+        most = belief.most_bytes(wanted.tokens, self._codec)
+        return min(wanted.record_bytes, most) or min(self._codec.bytes_for(wanted.tokens), most)
 
     def _affordable(self, found: Found, until: float) -> list[Wanted]:
-        """As many of the records as can be read in time, as things go."""
+        """As many of the records as can be read in time, as things go, and kept."""
         room = (until - time.monotonic()) * self.breaker.bytes_per_s
         wanted: list[Wanted] = []
         for each in [*found.exact, *found.moved]:
+            if not self._manager.shared.may_hold(self._codec.bytes_for(each.tokens)):
+                self._count(self._misses, NO_ROOM)
+                break
             room -= self._size(each)
             if room < 0 and wanted:  # one at least: else nothing would be measured any more
                 self._count(self._skipped, TOO_SLOW)
@@ -235,7 +242,7 @@ class RemoteCache:
         self.writer.note_there(wanted.digest)
         key = self._manager.shared.take_in(chunk, namespace, places.get(chunk.parent_hash), fetched_ms=ms)
         if key is None:
-            self._count(self._misses, "no room")
+            self._count(self._misses, NO_ROOM)
             return False
         places[wanted.digest] = key
         with self._lock:
@@ -246,20 +253,18 @@ class RemoteCache:
 
     def _read(self, wanted: Wanted, name: str) -> KeptChunk | str:
         """A record, read and verified; the reason where it cannot be had."""
-        count = parts.count_for(wanted.record_bytes or self._codec.bytes_for(wanted.tokens))
+        most = belief.most_bytes(wanted.tokens, self._codec)
+        if not most or wanted.record_bytes > most:
+            return parts.CORRUPT
+        count = parts.count_for(self._size(wanted))
         values = self.store.read([part(name, number) for number in range(count)])
         start = parts.read_start(values[0], name)
+        if start is not None and start.num_parts > parts.count_for(most):
+            return parts.CORRUPT
         if start is not None and start.num_parts > count:
             values += self.store.read([part(name, number) for number in range(count, start.num_parts)])
         joined = parts.join(values[: start.num_parts] if start is not None else values, name, wanted.digest)
-        if isinstance(joined, str):
-            return joined
-        header, tensors = joined
-        if not header.is_chunk_of(self._codec):
-            return OTHER_FORM
-        kv = StoredKV(self._codec, self._codec.settled(tensors), len(header.token_ids))
-        chunk = header.chunk((), self._codec).with_kv(kv)
-        return chunk if chunk.length == wanted.tokens else parts.CORRUPT
+        return joined if isinstance(joined, str) else belief.chunk_in(joined, self._codec, wanted.tokens)
 
     def _check_over(self, records: Sequence[Wanted], keys: RemoteKeys) -> None:
         """Read the records behind a damaged one, while nobody waits: damaged ones must be written again."""
@@ -272,7 +277,7 @@ class RemoteCache:
         self._count(self._misses, reason)
         self.writer.note_gone([wanted.digest])
         name = keys.record(wanted.digest)
-        count = parts.count_for(self._size(wanted)) + 1
+        count = parts.count_for(belief.most_bytes(wanted.tokens, self._codec))
         self._readers.submit(partial(self.store.delete, [part(name, number) for number in range(count)]))
 
     # --- writing -----------------------------------------------------------------------------

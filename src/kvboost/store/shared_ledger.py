@@ -60,6 +60,11 @@ class SharedLedger:
                     return number
             return len(digests)
 
+    def may_hold(self, size_bytes: int) -> bool:
+        """Whether a chunk of that size would fit if nothing else were here."""
+        with self._store.lock:
+            return self._store.budget.could_ever_fit(size_bytes)
+
     def take_in(
         self, chunk: KeptChunk, namespace: Namespace, below: str | None = None, *, fetched_ms: float
     ) -> str | None:
