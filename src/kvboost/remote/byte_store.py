@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvboost.disk.serde import Buffer
 from kvboost.errors import KVBoostError
 from kvboost.store_address import check_remote_address
 
 Value = bytes | memoryview
+MOST_VALUE_BYTES = 5 << 20  # parts have less; others are none of ours
 
 
 class StoreError(KVBoostError):
@@ -48,10 +48,10 @@ class ByteStore(ABC):
 
     @abstractmethod
     def read(self, names: Sequence[str]) -> list[Value | None]:
-        """Whole values, in one round trip."""
+        """Whole values, in one round trip; of what is longer than any part, only the start."""
 
     @abstractmethod
-    def write(self, values: Sequence[tuple[str, Sequence[Buffer]]]) -> None:
+    def write(self, values: Sequence[tuple[str, Sequence[Value]]]) -> None:
         """Write values, each given as buffers that follow one another: the last only after the others."""
 
     @abstractmethod

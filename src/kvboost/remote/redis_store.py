@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvboost.disk.serde import Buffer
 from kvboost.errors import InvalidRequestError
 from kvboost.remote.byte_store import (
     DENIED,
     FAILED,
     FULL,
+    MOST_VALUE_BYTES,
     TIMEOUT,
     UNREACHABLE,
     ByteStore,
@@ -81,28 +81,31 @@ class RedisStore(ByteStore):
             self._made = RedisCluster.from_url(self._url, **self._options)
         return self._made
 
-    def _run(self, commands: Sequence[Sequence[Any]], *, raises: bool = True) -> list[Any]:
-        """The answers to several commands, in one round trip."""
+    def _run(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """The answers to several commands, in one round trip; None for values that are no bytes."""
         try:
             pipeline = self._client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
             self.num_trips += 1
-            return list(pipeline.execute(raise_on_error=raises))
+            found = [_answer(each) for each in pipeline.execute(raise_on_error=False)]
         except (exceptions.RedisError, OSError) as error:
             raise _store_error(error) from error
+        if failed := next((each for each in found if isinstance(each, Exception)), None):
+            raise _store_error(failed) from failed
+        return found
 
     def peek(self, names: Sequence[str], size: int) -> list[bytes | None]:
         if not names:
             return []
         self.asked_last = names[0]
-        found = self._run([("GETRANGE", name, 0, size - 1) for name in names])
-        return [value or None for value in found]
+        return [value or None for value in self._run([("GETRANGE", name, 0, size - 1) for name in names])]
 
     def read(self, names: Sequence[str]) -> list[Value | None]:
-        return list(self._run([("GET", name) for name in names])) if names else []
+        # Not GET: what others have put there may be half a gigabyte.
+        return list(self.peek(names, MOST_VALUE_BYTES))
 
-    def write(self, values: Sequence[tuple[str, Sequence[Buffer]]]) -> None:
+    def write(self, values: Sequence[tuple[str, Sequence[Value]]]) -> None:
         # Commands of a pipeline run in order; in a cluster only those of one node do.
         steps = [values] if not self._is_cluster else [values[:-1], values[-1:]]
         for step in steps:
@@ -150,6 +153,12 @@ class RedisStore(ByteStore):
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
+
+
+def _answer(found: Any) -> Any:
+    """One answer; None for what is under the name of a value and is none, as absent ones."""
+    is_other = isinstance(found, exceptions.ResponseError) and str(found).startswith("WRONGTYPE")
+    return None if is_other else found
 
 
 def _without_claims(names: Sequence[str]) -> list[Sequence[Any]]:

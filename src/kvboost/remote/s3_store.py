@@ -16,11 +16,11 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from kvboost.disk.serde import Buffer
 from kvboost.errors import InvalidRequestError
 from kvboost.remote.byte_store import (
     DENIED,
     FAILED,
+    MOST_VALUE_BYTES,
     TIMEOUT,
     UNREACHABLE,
     ByteStore,
@@ -98,25 +98,18 @@ class S3Store(ByteStore):
             raise StoreError(TIMEOUT, str(error)) from error
 
     def peek(self, names: Sequence[str], size: int) -> list[bytes | None]:
-        def call(name: str) -> Callable[[], Awaitable[bytes | None]]:
-            async def get() -> bytes | None:
-                try:
-                    what = self._bucket, self._path(name)
-                    return bytes(await obstore.get_range_async(*what, start=0, length=size))
-                except FileNotFoundError:
-                    return None
-
-            return get
-
         self.asked_last = names[0] if names else self.asked_last
-        return self._all([call(name) for name in names])
+        return [None if each is None else bytes(each) for each in self._starts(names, size)]
 
     def read(self, names: Sequence[str]) -> list[Value | None]:
+        return self._starts(names, MOST_VALUE_BYTES)
+
+    def _starts(self, names: Sequence[str], size: int) -> list[Value | None]:
         def call(name: str) -> Callable[[], Awaitable[Value | None]]:
             async def get() -> Value | None:
                 try:
-                    found = await obstore.get_async(self._bucket, self._path(name))
-                    return memoryview(await found.bytes_async())
+                    what = self._bucket, self._path(name)
+                    return memoryview(await obstore.get_range_async(*what, start=0, length=size))
                 except FileNotFoundError:
                     return None
 
@@ -124,8 +117,8 @@ class S3Store(ByteStore):
 
         return self._all([call(name) for name in names])
 
-    def write(self, values: Sequence[tuple[str, Sequence[Buffer]]]) -> None:
-        def call(name: str, buffers: Sequence[Buffer]) -> Callable[[], Awaitable[None]]:
+    def write(self, values: Sequence[tuple[str, Sequence[Value]]]) -> None:
+        def call(name: str, buffers: Sequence[Value]) -> Callable[[], Awaitable[None]]:
             async def put() -> None:
                 await obstore.put_async(
                     self._bucket, self._path(name), b"".join(buffers), use_multipart=False

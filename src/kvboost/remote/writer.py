@@ -7,13 +7,14 @@ tries a store that was down. Knows the chunk store and names, no requests.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvboost.disk import serde
 from kvboost.identity.namespace import Namespace
@@ -29,9 +30,17 @@ from kvboost.store.shared_ledger import HeldChunk
 _MOST_PENDING = 4_096
 _MOST_REMEMBERED = 65_536
 _BATCH = 8
+_TAKEN_BACK_AT_ONCE = 256
 _IDLE_S = 1.0
 _REST_S = 10.0  # after the store said that it is full
 _MIN_TAIL = 16  # tokens: a shorter chunk is computed sooner than it is read
+
+
+class _Values(NamedTuple):
+    """What is written for a chunk."""
+
+    parts: list[tuple[str, list[bytes]]]
+    places: list[tuple[str, list[bytes]]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,8 @@ class RemoteWriter:
                     self._try_again()
                 while not self._breaker.is_open and self._write_some():
                     pass
+                if not self._breaker.is_open:
+                    self._take_back()
             except StoreError as error:
                 self._failed(error)
             except Exception as error:  # a writer that dies would write nothing from then on
@@ -144,53 +155,77 @@ class RemoteWriter:
         return True
 
     def _write(self, taken: dict[str, Namespace]) -> None:
-        every = self._store.sample_every
-        with self._manager.shared.held_exact(taken, fingerprints.context_tokens(every)) as held:
-            worth = [each for each in held if each.chunk.length >= _MIN_TAIL]
-            with self._lock:
-                self._dropped["evicted before"] += len(taken) - len(held)
-                self._dropped["too short"] += len(held) - len(worth)
-            named = [(each, RemoteKeys.of(taken[each.chunk.chunk_id], self._form)) for each in worth]
-            names = [keys.record(each.chunk.chunk_id) for each, keys in named]
-            ours = self._store.claim([part(name, 0) for name in names])
-            for (each, keys), name, is_ours in zip(named, names, ours, strict=True):
-                if is_ours:
-                    self._write_record(each, keys, name)
-                with self._lock:
-                    self._counts["written_chunks" if is_ours else "duplicate_chunks"] += 1
-                    self._note(each.chunk.chunk_id)
-
-    def _write_record(self, held: HeldChunk, keys: RemoteKeys, name: str) -> None:
-        record = serde.stored_record(held.stored)
-        pieces = parts.split(record, name)
-        values = [(part(name, number), piece) for number, piece in enumerate(pieces)]
-        self._written.append(Written(name, len(pieces)))
-        self._store.write([*values[1:], values[0]])  # what is found is whole
-        self._breaker.succeeded()
-        self._store.write(self._places(held, keys))
+        """Write these chunks. While the store is waited for, none is held: RAM must be able to let it go."""
+        with self._manager.shared.held_exact(taken, 0) as held:
+            lengths = {each.chunk.chunk_id: each.chunk.length for each in held}
+            del held
+        worth = [key for key, length in lengths.items() if length >= _MIN_TAIL]
         with self._lock:
-            self._counts["written_bytes"] += record.header.record_bytes
+            self._dropped["evicted before"] += len(taken) - len(lengths)
+            self._dropped["too short"] += len(lengths) - len(worth)
+        named = [RemoteKeys.of(taken[key], self._form) for key in worth]
+        names = [keys.record(key) for key, keys in zip(worth, named, strict=True)]
+        ours = self._store.claim([part(name, 0) for name in names])
+        for key, keys, name, is_ours in zip(worth, named, names, ours, strict=True):
+            if not self._is_on:
+                return
+            values = self._values(key, taken[key], keys, name) if is_ours else None
+            if values is not None:
+                self._write_record(values, name)
+            with self._lock:
+                if is_ours and values is None:
+                    self._dropped["evicted before"] += 1
+                    continue
+                self._counts["written_chunks" if is_ours else "duplicate_chunks"] += 1
+                self._note(key)
 
-    def _places(self, held: HeldChunk, keys: RemoteKeys) -> list[tuple[str, list[memoryview]]]:
+    def _values(self, key: str, namespace: Namespace, keys: RemoteKeys, name: str) -> _Values | None:
+        """A record as bytes of its own, and its places; None where it has left RAM."""
+        context = fingerprints.context_tokens(self._store.sample_every)
+        with self._manager.shared.held_exact({key: namespace}, context) as held:
+            for each in held:
+                pieces = parts.split(serde.stored_record(each.stored), name)
+                copies = [b"".join(piece) for piece in pieces]
+                found = [(part(name, number), [copy]) for number, copy in enumerate(copies)]
+                return _Values(found, self._places(each, keys))
+        return None
+
+    def _write_record(self, values: _Values, name: str) -> None:
+        self._written.append(Written(name, len(values.parts)))
+        self._store.write([*values.parts[1:], values.parts[0]])  # what is found is whole
+        self._breaker.succeeded()
+        self._store.write(values.places)
+        with self._lock:
+            self._counts["written_bytes"] += sum(len(each) for _, (each,) in values.parts)
+
+    def _take_back(self) -> None:
+        """Delete what was written, once it cannot be trusted; what fails is tried again later."""
+        while not self._is_on and self._written:
+            some = list(itertools.islice(self._written, _TAKEN_BACK_AT_ONCE))
+            self._store.delete([part(each.name, n) for each in some for n in range(each.parts)])
+            for _ in some:
+                self._written.popleft()
+
+    def _places(self, held: HeldChunk, keys: RemoteKeys) -> list[tuple[str, list[bytes]]]:
         """By which windows the chunk is found, and behind which chunk."""
         digest, parent = held.chunk.chunk_id, held.chunk.parent_hash
         tail = TailPlace.of(digest, held.ids).to_bytes()
-        found = [(keys.tail(parent), [memoryview(tail)])]
+        found = [(keys.tail(parent), [tail])]
         every = self._store.sample_every
         last = fingerprints.last_sample(held.before, every)
         known = [(offset, value) for offset, value in last if offset >= -held.parent_tokens]
         for offset, value in [*known, *fingerprints.samples_known_with(held.before, held.ids, every)]:
             raw = WindowPlace(digest, parent, offset, len(held.ids), held.parent_tokens).to_bytes()
             if WindowPlace.from_bytes(raw) is not None:  # else it ends before the parent
-                found.append((keys.window(value), [memoryview(raw)]))
+                found.append((keys.window(value), [raw]))
         return found
 
     # --- the rest ----------------------------------------------------------------------------
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written or dropped; False where that took too long."""
+        """Wait until all is written or dropped, or taken back; False where that took too long."""
         until = time.monotonic() + timeout_s
-        while self._pending or self._is_busy:
+        while self._pending or self._is_busy or (self._written and not self._is_on):
             self._wake.set()
             if time.monotonic() >= until or not self._thread.is_alive() or self._breaker.is_open:
                 return False
@@ -198,15 +233,14 @@ class RemoteWriter:
         return True
 
     def give_up(self) -> None:
-        """Write nothing any more, and take back what this process wrote: it cannot be trusted."""
+        """Write nothing any more, and have what was written taken back: it cannot be trusted.
+
+        The thread does that: behind what it is writing at this moment, and when a store that is down is back.
+        """
         with self._lock:
             self._is_on = False
             self._pending.clear()
-            written = list(self._written)
-        try:
-            self._store.delete([part(each.name, n) for each in written for n in range(each.parts)])
-        except StoreError as error:
-            self._failed(error)
+        self._wake.set()
 
     def stats(self) -> dict[str, Any]:
         with self._lock:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvboost.disk.serde import Buffer
 from kvboost.remote.byte_store import FULL, ByteStore, StoreError, Value
 
 
@@ -51,7 +50,7 @@ class MemoryStore(ByteStore):
         self._called("read", names)
         return [self.values.get(name) for name in names]
 
-    def write(self, values: Sequence[tuple[str, Sequence[Buffer]]]) -> None:
+    def write(self, values: Sequence[tuple[str, Sequence[Value]]]) -> None:
         self._called("write", [name for name, _ in values])
         for name, buffers in values:
             value = b"".join(buffers)
