@@ -290,6 +290,7 @@ class Readers:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
+            del task, future, call  # or what was read stays in memory until something else is
 
     def close(self) -> None:
         with self._lock:

@@ -182,7 +182,8 @@ class EngineParts:
         lookup = self.lookup(request)
         can_move = lookup.mode is AssemblyMode.CHUNK_REUSE and self.approximation.rotation is not None
         namespace = self.fit.namespace(request.namespace.salt)  # that of the request may not be read yet
-        return lookup.token_ids, namespace, lookup.limit, can_move and not lookup.refusal
+        limit = lookup.limit - (lookup.limit % self.settings.chunk_size if self.bit_exact else 0)
+        return lookup.token_ids, namespace, limit, can_move and not lookup.refusal
 
     # --- questions ---------------------------------------------------------------------------
 
@@ -274,8 +275,9 @@ class EngineParts:
         """Save what is not on disk yet, and free all but the model. It can be called twice."""
         for each in self.arena_holders:
             each.close()
-        if self.disk is not None:
+        if self.disk is not None or self.remote is not None:
             self.fit.weights_changed()  # KV of other weights must not outlive the process
+        if self.disk is not None:
             self.disk.close()
         if self.remote is not None:
             self.remote.close()

@@ -13,7 +13,7 @@ from kvboost import html_view
 from kvboost.choices import Origin
 from kvboost.models import Span
 from kvboost.remote.cache import Seen
-from kvboost.reuse.plan import GENERATION_REASON, REMOTE, ReusePlan
+from kvboost.reuse.plan import GENERATION_REASON, LOSSY_REASON, REMOTE, ReusePlan
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def explain_plan(
     """
     spans = plan.spans()
     if seen is not None:
-        spans = _with_remote(spans, plan.prefix_end, seen)
+        spans = _with_remote(spans, plan, seen)
         if seen.moved_tokens:
             moved = f"the shared store has up to {seen.moved_tokens} tokens of text that moved"
             choice = f"{choice}; {moved}" if choice else moved
@@ -120,16 +120,23 @@ def explain_plan(
     return explain_spans(spans, token_ids, decode, donor_of, plan.match.divergence, choice)
 
 
-def _with_remote(spans: Sequence[Span], known: int, seen: Seen) -> tuple[Span, ...]:
-    """The spans, with what another machine has read between `known` and `seen.end` as exact."""
+def _with_remote(spans: Sequence[Span], plan: ReusePlan, seen: Seen) -> tuple[Span, ...]:
+    """The spans, with what another machine has read between the known prefix and `seen.end`."""
+    known = plan.prefix_end
     if seen.end <= known:
         return tuple(spans)
-    fetched = Span(known, seen.end, Origin.EXACT, f"{REMOTE}, about {seen.ms:.0f} ms")
+    way = f"{REMOTE}, about {seen.ms:.0f} ms"
+    lossy = (start for start in seen.starts if plan.lossy_from is not None and start > plan.lossy_from)
+    exact_end = max(known, min(lossy, default=seen.end))
+    fetched = [
+        Span(known, exact_end, Origin.EXACT, way),
+        Span(exact_end, seen.end, Origin.APPROXIMATE, f"{LOSSY_REASON}, {way}"),
+    ]
     before = [span for span in spans if span.end <= known]
     behind = [replace(span, start=max(span.start, seen.end)) for span in spans if span.end > seen.end]
     if len(behind) == 1 and behind[0].length == 1:
         behind = [replace(behind[0], reason=GENERATION_REASON)]
-    return (*before, fetched, *behind)
+    return (*before, *(span for span in fetched if span.length), *behind)
 
 
 def explain_spans(
