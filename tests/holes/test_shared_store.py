@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from kvboost import KVBoost
 from kvboost.disk import serde
@@ -22,7 +25,7 @@ from kvboost.remote.fingerprints import TailPlace
 from kvboost.remote.keys import RemoteKeys, part
 from kvboost.remote.lookup import chain_digests
 from tests.fixture_types import MakeEngine
-from tests.tiny_models import random_ids
+from tests.tiny_models import random_ids, tiny_model
 from tests.unit.remote.memory_store import MemoryStore
 
 PROMPT = random_ids(700, seed=1)
@@ -265,3 +268,37 @@ def test_explain_says_what_generate_does(options: dict[str, Any], tokens: int, s
         sum(s.end - s.start for s in each.spans if s.origin.value == "exact") for each in (explained, result)
     ]
     assert exact[0] == exact[1]
+
+
+# --- whose KV it is --------------------------------------------------------------------------------
+
+_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = LlamaConfig
+
+    def forward(self, input_ids=None, **more):
+        embedded = self.get_input_embeddings()(input_ids) * {scale}
+        return super().forward(inputs_embeds=embedded, **more)
+"""
+
+
+def test_other_code_under_the_same_name_is_another_model(
+    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's own code was told by the name of its file: a second revision of it read KV of the first."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    families = []
+    for machine, scale in (("a", 1.0), ("b", 3.0), ("c", 1.0)):
+        folder = tmp_path / machine / "model"
+        tiny_model("llama").save_pretrained(folder)
+        (folder / "modeling_mine.py").write_text(_CODE.format(scale=scale))
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+        (folder / "config.json").write_text(json.dumps(config))
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        families.append(make_engine(model=model.eval()).core.parts.fit.family)
+    assert families[0] == families[2], "wherever it lies"
+    assert families[0] != families[1]

@@ -9,9 +9,13 @@ values and no cache.
 
 from __future__ import annotations
 
+import hashlib
 import operator
+import sys
 import weakref
+from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,13 +94,28 @@ class ModelStructure:
 
 
 def _package_of(kind: type) -> str:
-    """Its module; a model's own code lies under a name made of the folder that it was loaded from."""
+    """Its module; a model's own code lies under a name made of the folder that it was loaded from.
+
+    That says nothing on another machine, and the code may be another under the same name: its digest is told.
+    """
     path = kind.__module__
-    return (
-        f"transformers_modules.{path.rpartition('.')[2]}"
-        if path.startswith("transformers_modules.")
-        else path
-    )
+    if not path.startswith("transformers_modules."):
+        return path
+    return f"transformers_modules.{path.rpartition('.')[2]} {_code_digest(path)}"
+
+
+@lru_cache(maxsize=256)
+def _code_digest(path: str) -> str:
+    """A digest of the source of a module and of all beside it, which it may import; else its path."""
+    file = getattr(sys.modules.get(path), "__file__", None)
+    try:
+        found = {each.name: each.read_bytes() for each in Path(str(file)).parent.glob("*.py")}
+    except OSError:
+        return path
+    digest = hashlib.sha256()
+    for name, source in sorted(found.items()):
+        digest.update(f"{name} {len(source)}\0".encode() + source)
+    return digest.hexdigest() if found else path
 
 
 def _changes_with_length(module: torch.nn.Module, name: str) -> bool:
