@@ -302,3 +302,14 @@ def test_other_code_under_the_same_name_is_another_model(
         families.append(make_engine(model=model.eval()).core.parts.fit.family)
     assert families[0] == families[2], "wherever it lies"
     assert families[0] != families[1]
+
+
+def test_bits_of_another_processor_are_not_these(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines with AVX2 and AVX-512 shared KV that was to be equal to the last bit."""
+    here = make_engine(bit_exact=True), make_engine()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
+    there = make_engine(bit_exact=True), make_engine()
+    same = [a.core.parts.fit.family == b.core.parts.fit.family for a, b in zip(here, there, strict=True)]
+    assert same == [False, True]

@@ -7,10 +7,12 @@ when a request begins. Knows no store.
 from __future__ import annotations
 
 import dataclasses
+import platform
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +65,19 @@ def encoding_of(settings: EngineSettings) -> dict[str, Any]:
         encoding["block"] = settings.chunk_size
         encoding["torch"] = torch.__version__
         encoding["threads"] = torch.get_num_threads()
+        encoding["processors"] = _processors()
     return encoding
+
+
+def _processors() -> list[str]:
+    """What computes here: others sum in another order, so their last bits differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(names), *gpus]
 
 
 @dataclasses.dataclass
