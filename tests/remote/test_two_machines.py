@@ -260,7 +260,7 @@ def test_the_built_in_model_in_another_process(
     """With the deadlines that it has: no test stretches them."""
     server = request.getfixturevalue("redis_server" if kind == "redis" else "s3")
     address = server.url if kind == "redis" else server.url("builtin")
-    prompt = "The history of the city begins at a ford of the river. " * 40
+    prompt = "The history of the city begins at a ford of the river. " * 24
     with KVBoost(real.model, real.tokenizer, remote_cache=address) as engine:
         expected = engine.generate(prompt, max_new_tokens=8, mode="prefix_cache")
         written(engine)
