@@ -20,11 +20,12 @@ from kvboost import KVBoost
 from kvboost.disk import serde
 from kvboost.parts import engine_parts
 from kvboost.remote import cache, parts
-from kvboost.remote.byte_store import UNREACHABLE, StoreError
+from kvboost.remote.byte_store import MOST_VALUE_BYTES, UNREACHABLE, StoreError
 from kvboost.remote.fingerprints import TailPlace
 from kvboost.remote.keys import RemoteKeys, part
 from kvboost.remote.lookup import chain_digests
 from tests.fixture_types import MakeEngine
+from tests.remote.servers import RedisServer, need_redis
 from tests.tiny_models import random_ids, tiny_model
 from tests.unit.remote.memory_store import MemoryStore
 
@@ -142,6 +143,14 @@ def test_what_is_no_number_is_not_taken(value: float, sharing: Sharing, store: M
     assert remote_of(other).stats()["read_chunks"] == 0
 
 
+def test_scales_that_are_no_numbers_are_not_taken(sharing: Sharing, store: MemoryStore) -> None:
+    """Of chunks in fewer bits, every byte is set: steps and minima are not numbers then."""
+    rewritten(filled(sharing, kv_cache_bits=8), store, lambda tensor: torch.full_like(tensor, 255))
+    engine = sharing(kv_cache_bits=8)
+    assert answered_as_without(engine).cached_tokens == 0
+    assert remote_of(engine).stats()["read_chunks"] == 0
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"parent": "\ud800"}, {"parent": "0" * 64}, {"position_start": -5}, {"position_start": 10**30}],
@@ -156,6 +165,28 @@ def test_fields_that_cannot_be_are_misses(
     assert answered_as_without(engine).cached_tokens == 0
     remote_of(engine)._readers.submit(lambda: None).result(5.0)
     assert set(remote_of(engine).stats()["misses"]) == {parts.CORRUPT}
+
+
+def test_values_of_other_types_and_sizes_in_redis(tmp_path: Path) -> None:
+    """A list under one name failed the look-up and every trial after it; large values were read whole."""
+    need_redis()
+    from kvboost.remote.redis_store import RedisStore
+
+    server = RedisServer(tmp_path)
+    store = RedisStore(server.url)
+    try:
+        with server.client() as client:
+            client.lpush("kvb:list", "x")
+            client.set("kvb:text", b"yyyy")
+            client.set("kvb:large", bytes(4 * MOST_VALUE_BYTES))
+        assert store.peek(["kvb:list", "kvb:text", "kvb:none"], 2) == [None, b"yy", None]
+        store.ping()
+        found = store.read(["kvb:text", "kvb:list", "kvb:large"])
+        assert found[:2] == [b"yyyy", None]
+        assert len(found[2] or b"") == MOST_VALUE_BYTES
+    finally:
+        store.close()
+        server.kill()
 
 
 # --- weights that changed unseen -------------------------------------------------------------------

@@ -188,6 +188,15 @@ class KVCodec:
             for tensor, home, pin in zip(tensors, homes, near_gpu, strict=True)
         )
 
+    def numbers(self, kept: Packed, tokens: int) -> Iterator[torch.Tensor]:
+        """The numbers in what was kept: KV itself, or what codes are scaled by and added to."""
+        if self._parts is None:
+            yield from kept
+            return
+        for buffer, parts in zip(kept, self._parts, strict=True):
+            for _, quantized in _placed(parts, buffer, tokens):
+                yield from (each for each in quantized.tensors if each.dtype.is_floating_point)
+
     def decode_into(
         self, kept: Packed, tokens: int, slabs: Sequence[torch.Tensor], start: int, offset: int, end: int
     ) -> None:

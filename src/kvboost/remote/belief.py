@@ -35,7 +35,7 @@ def chunk_in(joined: parts.Joined, codec: KVCodec, tokens: int) -> KeptChunk | s
         return OTHER_FORM
     start, parent = header.meta["position_start"], header.meta["parent"]
     is_possible = len(header.token_ids) == tokens and 0 <= start <= _MOST_POSITIONS - tokens
-    if not is_possible or not parent.isascii() or not all(map(_is_finite, tensors)):
+    if not is_possible or not parent.isascii() or not all(map(_is_finite, codec.numbers(tensors, tokens))):
         return parts.CORRUPT
     if chained_hash_from_bytes(token_bytes(header.token_ids), parent) != header.key:
         return parts.CORRUPT
@@ -43,7 +43,7 @@ def chunk_in(joined: parts.Joined, codec: KVCodec, tokens: int) -> KeptChunk | s
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers are finite; of tensors whose numbers are packed nothing is said."""
+    """Whether all numbers are finite."""
     if tensor.dtype not in _CHECKED_TYPES or not tensor.numel():
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
