@@ -109,10 +109,11 @@ class RemoteCache:
             return Seen()
         found, until = asked
         wanted = self._affordable(found, until)
-        exact = [each for each in wanted if each in found.exact]
+        there = set(found.exact)
+        exact = [each for each in wanted if each in there]
         size = sum(self._size(each) for each in exact)
         ms = 1e3 * (2 * self.breaker.trip_s + size / self.breaker.bytes_per_s)
-        moved = sum(min(each.end, limit) - max(each.start, 0) for each in wanted if each not in found.exact)
+        moved = sum(min(each.end, limit) - max(each.start, 0) for each in wanted if each not in there)
         starts = tuple(each.start for each in exact)
         return Seen(min(exact[-1].end, limit) if exact else 0, ms, moved, starts)
 

@@ -117,7 +117,7 @@ def test_as_from_ram(options: dict[str, Any], sharing: Sharing) -> None:
         {"model": lambda: tiny_model("qwen2")},
         {"cache_salt": "another"},
     ],
-    ids=str,
+    ids=["8 bits", "4 bits", "bit-exact", "overlap", "dtype", "weights", "architecture", "salt"],
 )
 def test_kinds_of_kv_do_not_meet(other: dict[str, Any], sharing: Sharing) -> None:
     """Other weights, numbers or encodings: neither sees the other's, in whichever order they come."""
