@@ -41,6 +41,7 @@ from kvboost.settings import EngineArguments, EngineSettings
 
 _log = logging.getLogger(__name__)
 _RUNNING_BATCH_TOKENS = 65_536
+_LOOKING_S = 10.0  # that all prompts of a call wait for other machines together
 _MAX_SEQUENCES = {"cpu": 32, "cuda": 64}
 
 
@@ -87,9 +88,13 @@ class EngineCore:
         return self.parts.requests.read(prompt, arguments, namespace, started, repair)
 
     def look_ahead(self, requests: Sequence[Request]) -> None:
-        """Fetch what other machines have read of prompts, before they run and outside of the model's lock."""
-        if self.parts.remote is not None:
-            for request in requests:
+        """Fetch what other machines have read of prompts, before they run and outside of the model's lock.
+
+        The waits of many prompts add up: after a while the rest is left to be computed.
+        """
+        until = time.monotonic() + _LOOKING_S
+        for request in requests if self.parts.remote is not None else ():
+            if time.monotonic() < until:
                 self.parts.look_ahead(request)
 
     def serve(self, request: Request) -> GenerationResult:
