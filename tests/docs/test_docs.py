@@ -18,6 +18,7 @@ from tests.docs import (
     quant_numbers,
     questions_numbers,
     readme_numbers,
+    remote_numbers,
     reuse_numbers,
     serve_numbers,
 )
@@ -92,6 +93,15 @@ def test_numbers_of_the_disk_are_those_of_the_result_file() -> None:
     assert disk_numbers.disk_table() in document
     assert reuse_numbers.machine("disk-cpu") in document
     assert disk_numbers.readme_line() in README
+
+
+def test_numbers_of_the_shared_store_are_those_of_the_result_files() -> None:
+    document = (ROOT / "docs" / "remote.md").read_text()
+    assert remote_numbers.answers_table() in document
+    assert remote_numbers.reading_table() in document
+    assert remote_numbers.answers_table() in README
+    for page in (document, README):
+        assert reuse_numbers.machine("remote-redis-cpu") in page
 
 
 def test_numbers_of_batches_are_those_of_the_result_files() -> None:
