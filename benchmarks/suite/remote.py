@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from random import Random
@@ -149,9 +149,9 @@ class _Bench:
         self._look_up(prompt)
         self._read_all(prompt)
         started = time.perf_counter()
-        values = self._store.read(self._parts)
+        values = bare_get(self._store, self._parts)
         self._rates["bare"].append(self._part_bytes / (time.perf_counter() - started))
-        if any(value is None for value in values):
+        if sum(len(value) for value in values if value is not None) != self._part_bytes:
             raise KVBoostError("the store has dropped a part: give it more memory")
 
     def _timed(self, engine: Any, prompt: list[int], what: str) -> int:
@@ -197,6 +197,16 @@ class _Bench:
             "read_of_bare": round(statistics.median(ratios), 3),
             "lookup_trips": max(self._trips),
         }
+
+
+def bare_get(store: Any, names: Sequence[str]) -> Sequence[Any]:
+    """Whole values as the client itself gets them in one pipeline, or all at once. Nothing is checked."""
+    if store.name.startswith("s3://"):
+        return list(store.read(names))  # ranges: obstore is many times slower with whole objects
+    pipeline = store._client.pipeline(transaction=False)
+    for name in names:
+        pipeline.get(name)
+    return list(pipeline.execute())
 
 
 def _is_part(name: inventory.StoredName) -> bool:

@@ -19,6 +19,7 @@ from tests.unit.remote.memory_store import MemoryStore
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     made = MemoryStore()
     monkeypatch.setattr(remote, "open_store", lambda _address: made)
+    monkeypatch.setattr(remote, "bare_get", lambda _store, names: made.read(names))
     monkeypatch.setattr("kvboost.parts.engine_parts.open_store", lambda _address: made)
     monkeypatch.setattr("kvboost.remote.cache._LEAST_S", 10.0)  # a tiny model computes sooner than it asks
     return made
