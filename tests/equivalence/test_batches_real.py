@@ -91,6 +91,7 @@ def _families(engine: KVBoost, count: int, loners: int, duplicates: int, shared:
     return prompts
 
 
+@pytest.mark.slow
 def test_thirty_mixed_prompts(real: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 families, loners, duplicates: order kept, equal to BASELINE, each family's prefix computed once."""
     prompts = _families(real, 24, 3, 3, shared=120)
