@@ -13,7 +13,6 @@ import hashlib
 import operator
 import sys
 import weakref
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ _ADAPTER_FIELDS = ("merged_adapters", "_active_adapter", "_disable_adapters", "s
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 _ORIGIN_CONFIG = ("_commit_hash",)  # where the same weights came from; None for those of a folder
 _KNOWN_PACKAGES = ("kvboost", "transformers", "accelerate")  # whose hooks and forwards change no numbers
+# By class, as it was made: transformers loads another revision's file under the same path.
+_code_digests: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 _values = operator.methodcaller("values")
 _training = operator.itemgetter("training")
 _hooks = operator.itemgetter("_forward_hooks")
@@ -101,10 +102,11 @@ def _package_of(kind: type) -> str:
     path = kind.__module__
     if not path.startswith("transformers_modules."):
         return path
-    return f"transformers_modules.{path.rpartition('.')[2]} {_code_digest(path)}"
+    if kind not in _code_digests:
+        _code_digests[kind] = _code_digest(path)
+    return f"transformers_modules.{path.rpartition('.')[2]} {_code_digests[kind]}"
 
 
-@lru_cache(maxsize=256)
 def _code_digest(path: str) -> str:
     """A digest of the source of a module and of all beside it, which it may import; else its path."""
     file = getattr(sys.modules.get(path), "__file__", None)
